@@ -233,6 +233,19 @@ def test_what_cannot_be_split_or_need_not_be_is_returned_as_it_is(emit, inputs):
     assert SplitReductions(EAGER)(mod).same_as(mod)
 
 
+def test_layers_that_residuals_join_are_no_one_reading():
+    """Each has a maximum over all of its results, as those of T5 in half precision."""
+
+    def layers(bb, x, w):
+        for _ in range(8):
+            x = bb.emit(op.multiply(x, bb.emit(op.max(x))))
+            x = bb.emit(op.add(x, bb.emit(op.matmul(x, w))))
+        return x
+
+    mod = module(layers, ((1024, 768), "float16"), ((768, 768), "float16"))
+    assert operators(SplitReductions(H200)(mod)).count("max") == 16
+
+
 def test_a_cpu_splits_nothing():
     mod = module(reducing(op.sum, 0), ((16384, 1024), "float32"))
     cpu = load_profile("llvm")

@@ -87,7 +87,8 @@ class _Survey:
             for arg in call.args:
                 if isinstance(arg, Var) and _points(arg) == _points(var) != 1:
                     self._join(arg, var)
-        self._rows: dict[Var, Counter[tuple[int, int]]] = {}
+        self._depth = _depths(calls)
+        self._rows: dict[tuple[Var, int], Counter[tuple[int, int]]] = {}
         self._levels = _Levels(calls, self._root).of
         for _, call in calls:
             found = reduction_of(call)
@@ -95,7 +96,7 @@ class _Survey:
                 continue
             space = _row_space(*found)
             if space is not None:
-                self._rows.setdefault(self._root(call.args[0]), Counter())[space] += 1
+                self._rows.setdefault(self._place(call.args[0]), Counter())[space] += 1
 
     def _join(self, a: Var, b: Var) -> None:
         a, b = self._root(a), self._root(b)
@@ -111,15 +112,34 @@ class _Survey:
             self._parent[below] = var
         return var
 
+    def _place(self, var: Var) -> tuple[Var, int]:
+        """What one reading can serve: the same points, with no contraction between."""
+        return self._root(var), self._depth.get(var, 0)
+
     def setting(self, call: Call) -> Setting:
         """What stands around a reduction."""
         x = call.args[0]
         if not isinstance(x, Var):
             return Setting()
         shape, axes = reduction_of(call)
-        rows = self._rows.get(self._root(x), Counter())
+        rows = self._rows.get(self._place(x), Counter())
         levels = self._levels.get((self._root(x), shape, axes), 0)
         return Setting(frozenset(rows), max(1, rows[_row_space(shape, axes)]), levels)
+
+
+def _depths(calls: list[tuple[Var, Call]]) -> dict[Var, int]:
+    """How many contractions follow one another before each tensor: residuals join the points of all
+    layers of a model, and nothing reads these at once.
+    """
+    depths: dict[Var, int] = {}
+    for var, call in calls:
+        before = max((depths.get(arg, 0) for arg in call.args if isinstance(arg, Var)), default=0)
+        name = getattr(call.op, "name", "")
+        contracts = name == "relax.matmul" or name.startswith(
+            ("relax.nn.conv", "relax.nn.attention")
+        )
+        depths[var] = before + contracts
+    return depths
 
 
 _Key = tuple[Var, tuple[int, ...], tuple[int, ...]]
