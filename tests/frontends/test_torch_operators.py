@@ -1,5 +1,6 @@
 """PyTorch operators that are converted here and not by TVM, and common layers."""
 
+import functools
 import itertools
 import math
 
@@ -316,3 +317,22 @@ def test_prelu_has_the_shape_of_its_input(dtype, shape):
     if len(shape) > 1:
         weights.append(torch.randn(5).to(dtype))
     check(lambda x, *given: [F.prelu(x, w) for w in given], x, *weights)
+
+
+NEAREST = functools.partial(F.interpolate, scale_factor=41.0, mode="nearest")
+
+
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (NEAREST, torch.arange(64.0)[None, None]),
+        (NEAREST, torch.arange(64.0).reshape(1, 1, 8, 8)),
+        (lambda x: torch.cov(input=x), torch.arange(24.0).reshape(3, 8) ** 2),
+        (lambda x: torch.quantile(x, 0.5, dim=0, keepdim=True), torch.tensor(3.0)),
+        (lambda x: torch.histc(x[:0], 4), torch.ones(8)),
+        (torch.linalg.pinv, torch.diag(torch.tensor([1.0, 3.5e-7])).to(torch.complex64)),
+    ],
+    ids=["line", "image", "by name", "scalar", "nothing", "threshold"],
+)
+def test_edges_are_those_of_pytorch(function, x):
+    check(function, x)

@@ -71,6 +71,10 @@ COUNTED = [
     (True, lambda x, v, s: x.index_copy(1, (torch.arange(3) + s)[None].int().view(-1), v)),
     (False, lambda x, v, s: x.index_copy(1, torch.arange(0, 6, 2) + s, v)),
     (False, lambda x, v, s: x.index_copy(1, torch.arange(3) * s, v)),
+    (False, lambda x, v, s: x.index_copy(1, (torch.arange(3) - s / 4).long(), v)),
+    (False, lambda x, v, s: x.index_copy(1, torch.arange(-0.5, 2.5).long(), v)),
+    (False, lambda x, v, s: x.index_copy(1, torch.arange(3).bool().long(), v)),
+    (False, lambda x, v, s: x.index_copy(1, torch.arange(3).to(torch.int8).long(), v)),
     (False, lambda x, v, s: x.index_copy(1, torch.arange(3) + s.expand(3), v)),
 ]
 

@@ -18,7 +18,14 @@ from tvm import tirx
 
 from .._version import __version__
 from ..config import HardwareProfile, Policy
-from ..errors import DividedByZero, InputError, OutOfRange, Unsupported, VerificationError
+from ..errors import (
+    BuildError,
+    DividedByZero,
+    InputError,
+    OutOfRange,
+    Unsupported,
+    VerificationError,
+)
 from ..flow.planned import BuiltPlan, Planned
 from ..host.atomic_files import replace_file
 from ..host.cache_folder import cache_dir, make_folder
@@ -166,6 +173,10 @@ def _takes(reference: Reference, checks: IndexChecks | None) -> bool:
     except (OutOfRange, DividedByZero) as error:
         logger.info("not checked on inputs that the model refuses: %s", error)
         return False
+    except BuildError as error:  # of what computes the indices: nobody asked for that
+        if checks is None:
+            raise
+        logger.info("indices are not looked at: %s", error)
     return True
 
 

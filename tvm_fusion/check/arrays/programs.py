@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -216,16 +217,28 @@ def _undisturbed() -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """torch on the calling thread alone: others wait for each other after each small operation, and
-    on cores that are busy for much longer than all of them take.
+    """torch without threads of its own, in all of the process: they wait for each other after each
+    small operation, and on cores that are busy for much longer than all of them take.
     """
+    global _alone, _threads
     torch = sys.modules["torch"]
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    with _counting:
+        if _alone == 0:
+            _threads = torch.get_num_threads()
+        _alone += 1
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        with _counting:
+            _alone -= 1
+            if _alone == 0:
+                torch.set_num_threads(_threads)
+
+
+_counting = threading.Lock()
+_alone, _threads = 0, 1
+"""Who runs so, and the threads that torch had before the first of them."""
 
 
 def _parameter(ty: relax.Type, reader: _Reader) -> Value:

@@ -261,6 +261,18 @@ REPEATED = (
 """Of whole multiples they repeat elements, for which PyTorch's decompositions have tables."""
 
 
+def _repeats(old: int, new: int, is_exact: bool = False) -> bool:
+    """Whether the nearest elements are repeated ones: PyTorch multiplies with the inverse of the
+    factor in float32, which gives another element of 41 times the size.
+    """
+    if old < 1 or new % old:
+        return False
+    if is_exact or new == old:
+        return True
+    places = np.arange(new, dtype=np.float32) * (np.float32(old) / np.float32(new))
+    return bool((np.floor(places) == np.arange(new) // (new // old)).all())
+
+
 def _nearest(original: Any) -> Callable[..., Any]:
     """Sizes that are no multiples of the old ones: TVM takes other pixels."""
 
@@ -268,7 +280,7 @@ def _nearest(original: Any) -> Callable[..., Any]:
         rank = x.ndim - 2
         old = x.shape[-rank:]
         new = output_size or [int(s * f) for s, f in zip(old, scale_factors, strict=True)]
-        if all(b % a == 0 for a, b in zip(old, new, strict=True)):
+        if all(_repeats(a, b) for a, b in zip(old, new, strict=True)):
             return NotImplemented
         return torch._decomp.decomposition_table[original](x, output_size, scale_factors)
 
@@ -277,17 +289,18 @@ def _nearest(original: Any) -> Callable[..., Any]:
 
 def _repeated(original: Any) -> Callable[..., Any]:
     """Sizes that are no multiples, are not known, or are not what factors make of the old ones."""
+    is_exact = "exact" in str(original)
 
     def decompose(x: torch.Tensor, output_size: Any, scale_factors: Any = None) -> Any:
         old = x.shape[2:]
         if output_size:
             pairs = list(zip(old, output_size, strict=True))
             whole = all(isinstance(n, int) for pair in pairs for n in pair)
-            whole = whole and all(b % a == 0 for a, b in pairs)
         else:
             whole = all(isinstance(n, int) for n in old)
             whole = whole and all(f >= 1 and f == int(f) for f in scale_factors)
-        if whole:
+            pairs = [(n, n * int(f)) for n, f in zip(old, scale_factors, strict=True)]
+        if whole and all(_repeats(a, b, is_exact) for a, b in pairs):
             return NotImplemented
         return torch._decomp.decomposition_table[original](x, output_size, scale_factors)
 

@@ -46,8 +46,11 @@ class no_values_read(TorchFunctionMode):
     ) -> Any:
         """A call of any function of PyTorch."""
         other = FUNCTIONS.get(func)
-        result = NotImplemented if other is None else other(*args, **kwargs or {})
-        return func(*args, **kwargs or {}) if result is NotImplemented else result
+        kwargs = dict(kwargs or {})
+        if "input" in kwargs:
+            args = (kwargs.pop("input"), *args)
+        result = NotImplemented if other is None else other(*args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
 
 
 def _cov(
@@ -125,6 +128,8 @@ def _quantile_of(ignores_nan: bool) -> Callable[..., Tensor]:
     ) -> Any:
         if out is not None or interpolation not in _BETWEEN or x.numel() == 0:
             return NotImplemented
+        if x.ndim == 0:
+            return quantile(x.reshape(1), q, 0, interpolation=interpolation)
         q = q if isinstance(q, Tensor) else torch.full((), q, dtype=x.dtype, device=x.device)
         rows = x.reshape(-1) if dim is None else x.movedim(dim, -1)
         ordered, size = torch.sort(rows, -1)[0], rows.shape[-1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import tvm_ffi
 from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
@@ -39,7 +38,7 @@ from .model import (
     size_of,
 )
 from .pairs import Pair, Position, Read, find_pairs
-from .row_runs import RowRun, find_row_run, is_neutral
+from .row_runs import RowRun, find_row_run, is_neutral, loads_of
 
 # What a reduction block sums up: its two factors, and the dtypes of the sum.
 
@@ -174,7 +173,7 @@ def sums_and_partials(
     partials: dict[Var, Axis | RowRun] = {}
     after: set[Var] = set()  # products, and what is pointwise in them
     for definition in definitions:
-        loads = _loads(definition.value)
+        loads = loads_of(definition.value)
         for partial in partials:
             if any(load.source.same_as(partial) for load in loads):
                 raise Unsupported(
@@ -190,12 +189,6 @@ def sums_and_partials(
             sums.append(definition)
             after.add(definition.buffer)
     return sums, partials
-
-
-def _loads(expr: Expr) -> list[TensorLoad]:
-    found: list[TensorLoad] = []
-    tvm_ffi.structural_walk(expr, [(TensorLoad, found.append)])
-    return found
 
 
 def _reduces_product(definition: Definition, loads: list[TensorLoad], after: set[Var]) -> bool:

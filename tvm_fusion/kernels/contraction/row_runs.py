@@ -61,7 +61,7 @@ def find_row_run(definition: Definition, after: Set[Var]) -> RowRun | None:
     extents = [extent for _, extent in definition.reduced]
     if definition.kind not in _KINDS or not all(isinstance(n, int) for n in extents):
         return None
-    loads = [load for load in _loads(definition.value) if load.source in after]
+    loads = [load for load in loads_of(definition.value) if load.source in after]
     if math.prod(extents) != RUN_ROWS or not loads:
         return None
     first = loads[0].indices
@@ -71,7 +71,8 @@ def find_row_run(definition: Definition, after: Set[Var]) -> RowRun | None:
     return found if found is not None and _reduces_all(definition, found) else None
 
 
-def _loads(expr: Expr) -> list[TensorLoad]:
+def loads_of(expr: Expr) -> list[TensorLoad]:
+    """The loads of an expression, in order."""
     found: list[TensorLoad] = []
     tvm_ffi.structural_walk(expr, [(TensorLoad, found.append)])
     return found

@@ -47,11 +47,15 @@ def _repeats(call: Call) -> list[int] | None:
     if not all(isinstance(ty.shape, relax.ShapeExpr) for ty in (x.ty, call.ty)):
         return None
     sizes = list(zip(x.ty.shape, call.ty.shape, strict=True))
+    if len(str(attrs.layout)) != len(sizes):
+        return None
     found = []
     for dim, (old, new) in zip(str(attrs.layout), sizes, strict=True):
         if dim in "NC":
             found.append(1)
-        elif all(isinstance(n, tirx.IntImm) for n in (old, new)) and int(new) % int(old) == 0:
+        elif all(isinstance(n, tirx.IntImm) for n in (old, new)) and (
+            int(old) > 0 and int(new) % int(old) == 0
+        ):
             found.append(int(new) // int(old))
         else:
             return None

@@ -166,7 +166,11 @@ def _pinv(
     z = _hermitian(parts(a)) if hermitian else parts(a)
     if 0 in a.shape:
         return a.new_zeros(a.transpose(-2, -1).shape)
-    return _first_column(_aten.linalg_pinv.atol_rtol_tensor(_embedded(z), atol=atol, rtol=rtol))
+    embedded = _embedded(z)
+    if atol is None and rtol is None:  # the embedding has twice the size
+        least = torch.finfo(embedded.dtype).eps * max(a.shape[-2:])
+        rtol = torch.full((), least, dtype=embedded.dtype, device=a.device)
+    return _first_column(_aten.linalg_pinv.atol_rtol_tensor(embedded, atol=atol, rtol=rtol))
 
 
 def _polar(a: Tensor) -> tuple[Tensor, ...]:

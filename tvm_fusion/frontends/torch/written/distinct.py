@@ -60,7 +60,7 @@ def _is_distinct(node: fx.Node, extent: int) -> bool:
         return False
     if count == 1:
         return True
-    while isinstance(node, fx.Node):
+    while isinstance(node, fx.Node) and _is_wide(node):
         given = node.args[0] if node.args else None
         if node.target in _COUNTED:
             return all(step in (1, -1) for step in node.args[2:])
@@ -72,15 +72,16 @@ def _is_distinct(node: fx.Node, extent: int) -> bool:
                     return False
             if _count(other) != 1 or _count(given) != count:
                 return False
-        elif node.target not in _KEPT or not _is_whole(node):
+        elif node.target not in _KEPT:
             return False
         node = given
     return False
 
 
-def _is_whole(node: fx.Node) -> bool:
+def _is_wide(node: fx.Node) -> bool:
+    """Whether neighbours stay apart: floats are cut off, narrow integers begin again."""
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)
 
 
 def _shape(node: fx.Node) -> tuple[int, ...] | None:

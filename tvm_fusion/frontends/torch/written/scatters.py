@@ -94,6 +94,8 @@ def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
 
 def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     """Counts in equal ranges, the last with its end; of all of x where none are given."""
+    if x.numel() == 0:
+        return x.new_zeros(bins)
     flat = x.reshape(-1)
     low, high = min, max
     if low == high:
