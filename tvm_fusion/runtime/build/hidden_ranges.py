@@ -17,12 +17,13 @@ from tvm.ir import Expr, TensorLoad
 from ...kernels.program.expr import dtype_of
 
 _FLOATS = ("float", "bfloat")
-_INTEGERS = ("int", "uint")
+_INTEGERS = frozenset(["int32", "int64", "uint32", "uint64"])
+"""Those that loops count in."""
 
 
 def _hidden(cast: tirx.Cast) -> Expr:
     dtype = dtype_of(cast.value)
-    whole = dtype.startswith(_INTEGERS) and dtype_of(cast).startswith(_FLOATS)
+    whole = dtype in _INTEGERS and dtype_of(cast).startswith(_FLOATS)
     if not whole or isinstance(cast.value, tirx.IntImm | TensorLoad):
         return cast
     return tirx.Cast(cast.ty, tirx.bitwise_or(cast.value, tirx.IntImm(dtype, 0)))
