@@ -219,10 +219,10 @@ def _if_refusing(
     known: dict[Any, bool], legalizer: Callable, builder: relax.BlockBuilder, call: Call
 ) -> relax.Expr:
     """The legalization of a call whose indices may be refused; others stay. `known` says which, by
-    operator, dtypes and ranks.
+    operator, attributes, dtypes and ranks.
     """
     kinds = [(str(ty.dtype), ty.ndim) for ty in map(_type, call.args) if ty is not None]
-    key = (call.op.name, *kinds)
+    key = (call.op.name, call.attrs and tvm_ffi.StructuralKey(call.attrs), *kinds)
     if not known.get(key, True):
         return call
     aside = relax.BlockBuilder()

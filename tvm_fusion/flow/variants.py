@@ -18,7 +18,7 @@ from ..ir.graph import FusionGraph, build_graph
 from ..plan.decide.caution import LAUNCH
 from ..plan.decide.decide import decide
 from ..plan.decide.probing import probed_plan
-from ..plan.plan import FusionPlan
+from ..plan.plan import FusionPlan, PlannedGroup
 from ..transform.pipeline import legalize, lower, open_composites, rewrite
 from ..transform.rewrites.rewrites import REWRITES, candidates
 from .few_layers import FewLayers, few_layers
@@ -112,21 +112,21 @@ class _Variant:
         least_us = max(REWRITES[name].least_us for name in self.rewrites[len(on.rewrites) :])
         if not least_us:
             return on.least_gain_us
-        names = _changed(on.opened["main"], self.opened["main"])
-        pairs = zip(on.counts, on.plan.groups, strict=True)
-        launches = sum(count for count, group in pairs if not names.isdisjoint(group.ops))
+        launches = sum(count for count, _ in self._changed_launches(on)[1])
         return max(on.least_gain_us, least_us * max(launches, 1))
 
     def _changed_us(self, on: _Variant) -> float:
         """What the launches of another variant take whose operators are others in this one."""
-        names = _changed(on.opened["main"], self.opened["main"])
+        names, launches = self._changed_launches(on)
         if not names <= {op.name for op in on.graph.ops}:
             return math.inf
-        return sum(
-            count * (group.predicted_us - group.terms.get(LAUNCH, 0.0))
-            for count, group in zip(on.counts, on.plan.groups, strict=True)
-            if not names.isdisjoint(group.ops)
-        )
+        return sum(n * (g.predicted_us - g.terms.get(LAUNCH, 0.0)) for n, g in launches)
+
+    def _changed_launches(self, on: _Variant) -> tuple[set[str], list[tuple[float, PlannedGroup]]]:
+        """What another variant computes otherwise, and its launches that do, with their counts."""
+        names = _changed(on.opened["main"], self.opened["main"])
+        pairs = zip(on.counts, on.plan.groups, strict=True)
+        return names, [(count, group) for count, group in pairs if not names.isdisjoint(group.ops)]
 
 
 def _changed(before: relax.Function, after: relax.Function) -> set[str]:

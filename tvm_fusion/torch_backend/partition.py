@@ -264,8 +264,10 @@ def _take_over_writes(call: fx.Node, part: fx.GraphModule) -> tuple[tuple[int, i
 
 def _write_at_once(graph: fx.Graph) -> None:
     """Make one call of the writes at the end, which is one launch on a GPU: the counters of all
-    layers of a cache. What is written from inputs stays apart: they may be written to, too.
+    layers of a cache. What is written from inputs stays apart: they may be written to, too; and so
+    does what is read afterwards.
     """
+    place = {node: i for i, node in enumerate(graph.nodes)}
     writes = [
         node
         for node in graph.find_nodes(op="call_function", target=_aten.copy_.default)
@@ -273,6 +275,7 @@ def _write_at_once(graph: fx.Graph) -> None:
         and node.args[0].op == "placeholder"
         and len(node.args) == 2
         and _root(node.args[1]).op != "placeholder"
+        and all(place[user] <= place[node] for user in node.args[0].users)
     ]
     if len(writes) < 2:
         return

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tvm_fusion.bench.apart import reason
-from tvm_fusion.errors import InputError, TargetError
+from tvm_fusion.errors import InputError
 
 from ..record import OURS, header, write
+from ..rows.setup import is_gpu, usual_dtype
 
 INDUCTOR = "inductor"
 BACKENDS = (OURS, INDUCTOR)
@@ -64,17 +65,13 @@ def measure(
     TargetError
         torch has no such device here.
     """
-    import torch
-
-    on_gpu = device != "cpu"
-    if on_gpu and not torch.cuda.is_available():
-        raise TargetError("this machine has no cuda device to compile for")
+    on_gpu = is_gpu(device, "compile for")
     result = header("", on_gpu, scale, 1)
     result["method"] = (
         "seconds from the first call to its synchronised result, in a process of its own: with "
         "empty caches (cold), then with those that this left (warm)"
     )
-    kind = dtype or ("float16" if on_gpu else "float32")
+    kind = dtype or usual_dtype(on_gpu)
     for name in names:
         row: dict[str, Any] = {"name": name, "dtype": kind, "failures": {}}
         for backend in BACKENDS:

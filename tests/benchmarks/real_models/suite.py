@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from tvm_fusion.bench.peers import EAGER
-from tvm_fusion.errors import InputError, TargetError
+from tvm_fusion.errors import InputError
 from tvm_fusion.host.cores import available_cores
 
 from ..record import OURS, header, write
+from ..rows.setup import is_gpu, usual_dtype
 from .child import GRAPHS, LABELS, TUNED, Work
 from .models import CASES
 
@@ -101,11 +102,7 @@ def measure(
     TargetError
         torch has no such device here.
     """
-    import torch
-
-    on_gpu = device != "cpu"
-    if on_gpu and not torch.cuda.is_available():
-        raise TargetError("this machine has no cuda device to measure on")
+    on_gpu = is_gpu(device, "measure on")
     ready_s = READY_S if ready_s is None else ready_s
     result = header("", on_gpu, 0.0 if tiny else 1.0, repeats)
     result["suite"] = NAME
@@ -117,7 +114,7 @@ def measure(
         work = Work(
             "",
             device,
-            dtype or ("float16" if on_gpu else "float32"),
+            dtype or usual_dtype(on_gpu),
             tiny,
             tuple(labels),
             repeats,

@@ -7,10 +7,29 @@ import torch
 import tvm
 
 from tvm_fusion.config import HardwareProfile
+from tvm_fusion.errors import TargetError
 
 from .. import workloads
 from ..peers.names import OWN_PEERS
 from ..workloads.instance import Instance
+
+
+def is_gpu(device: str, purpose: str) -> bool:
+    """Whether one of torch's devices is a GPU.
+
+    Raises
+    ------
+    TargetError
+        It is, and this machine has none to `purpose` on or for.
+    """
+    if device != "cpu" and not torch.cuda.is_available():
+        raise TargetError(f"this machine has no cuda device to {purpose}")
+    return device != "cpu"
+
+
+def usual_dtype(on_gpu: bool) -> str:
+    """The type of the models of a suite, where nobody names another."""
+    return "float16" if on_gpu else "float32"
 
 
 @dataclass(frozen=True, slots=True)

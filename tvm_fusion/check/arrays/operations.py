@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from tvm import tirx
 from tvm.ir.prim.expr import BitwiseAnd, BitwiseOr, BitwiseXor, LShift, RShift
@@ -16,6 +16,21 @@ class NotOnArrays(Exception):
     """What a function has in it that is not computed on whole arrays, or what is wrong with its
     data.
     """
+
+
+Step = TypeVar("Step")
+
+
+def freeing(
+    steps: Sequence[Step], touched: Callable[[Step], Iterable[int]], kept: Iterable[int]
+) -> list[tuple[Step, tuple[int, ...]]]:
+    """Each step, and what no later one touches of what it does; `kept` outlives all of them."""
+    seen, found = set(kept), []
+    for step in reversed(steps):
+        last = set(touched(step)) - seen
+        seen |= last
+        found.append((step, tuple(sorted(last))))
+    return found[::-1]
 
 
 BINARY: dict[type, str] = {

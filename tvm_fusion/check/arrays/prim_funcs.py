@@ -41,6 +41,7 @@ from .operations import (
     NotOnArrays,
     Shape,
     dtype_in_torch,
+    freeing,
     operation,
 )
 
@@ -89,7 +90,11 @@ class ArrayFunction:
         writer.nests(func)
         self.operations = writer.operations
         self._outputs = [writer.tensor_of(param) for param in func.params[count:]]
-        self._registers, self._steps = writer.registers, _freeing(writer.steps, self._outputs)
+        made = {step.output for step in writer.steps}
+        self._registers = writer.registers
+        self._steps = freeing(
+            writer.steps, lambda step: made.intersection((*step.inputs, step.output)), self._outputs
+        )
 
     def __call__(self, tensors: Sequence[Any]) -> list[Any]:
         """The outputs; inputs are contiguous tensors of the types of the parameters.
@@ -107,17 +112,6 @@ class ArrayFunction:
             for i in freed:
                 registers[i] = None
         return [registers[i] for i in self._outputs]
-
-
-def _freeing(steps: Sequence[_Step], kept: Sequence[int]) -> list[tuple[_Step, tuple[int, ...]]]:
-    """Each step, and what nobody reads after it of what steps made."""
-    seen, found = set(kept), []
-    made = {step.output for step in steps}
-    for step in reversed(steps):
-        last = {i for i in (*step.inputs, step.output) if i in made and i not in seen}
-        seen |= last
-        found.append((step, tuple(sorted(last))))
-    return found[::-1]
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from ...ir.weights import numbers
 from ...transform.functions.functions import operator_name
 from ..reference import EXTREMES, LARGEST, to_float64
 from ..rules import as_tensor
-from .operations import NotOnArrays, dtype_in_torch
+from .operations import NotOnArrays, dtype_in_torch, freeing
 from .prim_funcs import ArrayFunction
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,10 @@ class _Program:
         self._outputs = _flat(reader.value(func.body.body))
         functions_called = (c.compute for c in reader.calls if isinstance(c.compute, ArrayFunction))
         self._is_long = sum(f.operations for f in functions_called) > _LONG
-        self._tensors, self._calls = reader.tensors, _freeing(reader.calls, self._outputs)
+        self._tensors = reader.tensors
+        self._calls = freeing(
+            reader.calls, lambda call: (*call.inputs, *call.outputs), self._outputs
+        )
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         tensors = list(self._tensors)
@@ -262,18 +265,6 @@ def _extents(ty: relax.Type) -> tuple[int, ...]:
 
 def _flat(value: Value) -> list[int]:
     return [value] if isinstance(value, int) else [i for item in value for i in _flat(item)]
-
-
-def _freeing(
-    calls: Sequence[_CallOf], kept: Sequence[int]
-) -> list[tuple[_CallOf, tuple[int, ...]]]:
-    """Each call, and the tensors that are read for the last time in it."""
-    seen, found = set(kept), []
-    for call in reversed(calls):
-        last = {*call.inputs, *call.outputs} - seen
-        seen |= last
-        found.append((call, tuple(sorted(last))))
-    return found[::-1]
 
 
 def _widened(value: Any, device: str) -> Any:

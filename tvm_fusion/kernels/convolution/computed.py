@@ -12,7 +12,7 @@ from ...config import HardwareProfile
 from ...ir.access import Access, Block
 from ...plan.group_view import GroupView
 from ..gemm.computed import reads_of
-from ..gemm.hopper.cost import COMPUTED_BESIDE, CYCLES_OF_INSTRUCTION, element_seconds
+from ..gemm.hopper.cost import CYCLES_OF_INSTRUCTION, element_seconds
 from ..gemm.launch import operation_seconds
 from ..group.footprint import instructions_of, points
 from ..program.expr import HALF_DTYPES
@@ -104,4 +104,4 @@ def computing_seconds(
     step = ROWS * STEP_CHANNELS * each * hw.num_sms * CYCLES_OF_INSTRUCTION
     parts = -(-sizes.positions // ROWS) * -(-sizes.filters // FILTERS_OF_TILE)
     waves = -(-parts // (CONSUMERS * hw.num_sms))
-    return waves * steps * step * COMPUTED_BESIDE, once
+    return waves * steps * step, once

@@ -8,7 +8,7 @@ What a condition leaves of a place is told by a coordinate of that range: ``u = 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
@@ -19,19 +19,21 @@ from ..program.expr import constant, number, rebuild, substitute
 
 Linear = tuple[dict[Var, int], int]
 """Coefficients of variables, and a constant."""
+LinearOf = Callable[[Expr], Linear | None]
+"""Reads an expression as such a form; None where it is none."""
 
 
 class Ranges:
     """The conditions under which data is read, as bounds of linear forms."""
 
-    def __init__(self, conditions: Sequence[Expr], linear) -> None:
+    def __init__(self, conditions: Sequence[Expr], linear: LinearOf) -> None:
         self.bounds: list[Linear] = []  # that are 0 or more
         self.multiples: list[tuple[Linear, int]] = []
         self.used: set[int] = set()
         for condition in conditions:
             self._add(condition, linear)
 
-    def _add(self, condition: Expr, linear) -> None:
+    def _add(self, condition: Expr, linear: LinearOf) -> None:
         if isinstance(condition, tirx.EQ):
             a, b = condition.a, condition.b
             if isinstance(a, tirx.FloorMod) and number(a.b) is not None and number(b) is not None:

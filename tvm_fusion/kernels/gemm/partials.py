@@ -103,7 +103,7 @@ def refuse_partials(
     hw: HardwareProfile,
     rows: Collection[int] = (),
 ) -> Refusal | None:
-    """The refusal for the first of the reductions `blocks` that is none of a product's columns.
+    """The refusal for the first of the reductions `blocks` that no epilogue of a product does.
 
     `columns` are the axes of columns of each product, by the `id` of its block; `rows` those of the
     reductions that are over runs of rows.

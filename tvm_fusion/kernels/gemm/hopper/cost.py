@@ -142,10 +142,6 @@ ELEMENT_INSTRUCTIONS = 3
 widening, rounding to halves, vectors of the terms."""
 CYCLES_OF_INSTRUCTION = 2
 """Of one warp on each scheduler, whose 16 words of a step do not wait for each other."""
-COMPUTED_BESIDE = 1.0
-"""Share of the time of computing A that shows beside a step that something else limits: all of it.
-Consumers compute while others' wgmmas run, but for the same issue slots; so 81 kernels on an H200
-(2026-11-27, `tests/data/prologue_sweep_h200.json`) are predicted with a median error of 8 %."""
 
 
 def element_seconds(hw: HardwareProfile) -> float:
@@ -326,7 +322,7 @@ class _Model:
         }
 
     def _computed(self) -> float:
-        """Seconds in which consumers compute A: each its rows, while others' are multiplied."""
+        """Seconds in which consumers compute A, each its rows."""
         elements = CONSUMER_ROWS * STEP_BYTES / self.work.element_bytes * self.tile.taps
         turns = max(CYCLES_OF_INSTRUCTION, self.tile.block_m / CONSUMER_ROWS)
         return self.work.computed_s * elements * self.hw.num_sms * turns
@@ -412,10 +408,13 @@ class _Model:
 
 
 def _longest(step: Mapping[str, float]) -> float:
-    """Seconds of a step of what takes longest, with what shows of computing A."""
-    computed = step["computed"]
+    """Seconds of a step: of what takes longest, and of computing A.
+
+    Consumers compute while others' wgmmas run, but all of it shows: 81 kernels on an H200
+    (2026-11-27, `tests/data/prologue_sweep_h200.json`) are predicted with a median error of 8 % so.
+    """
     others = max(seconds for name, seconds in step.items() if name != "computed")
-    return max(computed, others) + COMPUTED_BESIDE * min(computed, others)
+    return step["computed"] + others
 
 
 def _norm(values: list[float], exponent: float) -> float:

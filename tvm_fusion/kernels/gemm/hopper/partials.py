@@ -1,4 +1,4 @@
-"""Reductions of runs of columns and of rows in the epilogue of the Hopper GEMM.
+"""Reductions of runs of columns and of rows in the epilogue of a GEMM (that of `mma`, too).
 
     p[m, n // width] = sum over the run of value[m, n]
     p[m // 16, n]    = sum over the run of value[m, n]

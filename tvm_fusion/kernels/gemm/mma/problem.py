@@ -300,8 +300,8 @@ def _window_source(
     if plain and all(w.expansion == 1 for w in windows.dims):
         window = window_access(windows)
     if window is not None:
-        plain = all(w.repeats == 1 for w in windows.dims)
-        way = Way.GATHER if plain and _fits_table(windows, window) else Way.EVALUATE
+        repeats = any(w.repeats > 1 for w in windows.dims)
+        way = Way.EVALUATE if repeats or not _fits_table(windows, window) else Way.GATHER
         sizes = (w for w in COPY_BYTES if w >= element and k and k[-1] is windows.channels)
         widths = [w for w in sizes if window.aligned(w // element, windows)]
         if widths:
