@@ -60,7 +60,7 @@ class Compiler:
 
     def compile(self, source: str, arch: str) -> DeviceCode:
         """Compile without any cache; raises BuildError with the compiler's own words."""
-        source = split_arrays(least_integers(source))
+        source = split_arrays(with_wide_vectors(least_integers(source)))
         if self.kind == "nvcc":
             return self._nvcc(source, arch)
         return DeviceCode(*compile_with_nvrtc(source, arch, self.flags(arch)))
@@ -193,3 +193,27 @@ _LEAST = re.compile(r"(?<![\w.])-2147483648(?![\w.])")
 def least_integers(source: str) -> str:
     """Return CUDA source in which the least int32 is an int."""
     return _LEAST.sub("(-2147483647 - 1)", source)
+
+
+# ---- Vectors of six and of eight elements, which CUDA has not: TVM 0.27 keeps two elements in each
+# one of a vector of three or four, and makes it by a call that CUDA's headers do not have.
+#
+#     longlong4 v = make_longlong4(9, 9, 9, 9, 9, 9, 9, 9);        eight int32
+#     *(uint4*)to = make_uint4(x[i], x[j], ...);                    eight float16
+
+_MADE = re.compile(r"\bmake_((?:u?longlong|uint)([34]))\(")
+
+
+def with_wide_vectors(source: str) -> str:
+    """Return CUDA source in which vectors of six and eight elements can be made of them."""
+    made = sorted({(match[1], 2 * int(match[2])) for match in _MADE.finditer(source)})
+    return "".join(_constructor(vector, lanes) for vector, lanes in made) + source
+
+
+def _constructor(vector: str, lanes: int) -> str:
+    given = ", ".join(f"T a{i}" for i in range(lanes))
+    written = " ".join(f"reinterpret_cast<T*>(&v)[{i}] = a{i};" for i in range(lanes))
+    return (
+        f"template <typename T> static __inline__ __device__ {vector} make_{vector}({given}) "
+        f"{{ {vector} v; {written} return v; }}\n"
+    )
