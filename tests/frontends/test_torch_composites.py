@@ -238,3 +238,12 @@ def test_orders_and_the_most_frequent():
 
 def test_functions_of_booleans_are_those_of_0_and_1():
     check(lambda x: (x.acos(), x.exp(), x.sqrt(), x.erf(), x.tan(), x / 2), torch.arange(3) > 1)
+
+
+def test_bits_of_all_elements_together_and_rows_of_places():
+    def function(x):
+        of_axes = torch.hash_tensor(x, [0, 2], keepdim=True), torch.hash_tensor(x.long(), [1])
+        rows = [torch.combinations(x[0, 0], r) for r in (1, 2)]
+        return torch.hash_tensor(x), *of_axes, *rows, torch.combinations(x[0, 0], 2, True)
+
+    check(function, torch.randn(2, 3, 5))

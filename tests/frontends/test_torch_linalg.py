@@ -1,5 +1,6 @@
 """Factorizations of matrices, and what is computed with them, beside PyTorch."""
 
+import pytest
 import torch
 
 from tests.support.frontend_tools import check
@@ -42,3 +43,21 @@ def test_reflections_and_rotations():
         )  # fmt: skip
 
     check(function, A, POSITIVE)
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_factors_of_indefinite_matrices_have_lapacks_pivots(size):
+    symmetric = torch.randn(3, size, size, dtype=torch.float64)
+    symmetric = symmetric + symmetric.mT
+    if size > 1:
+        symmetric[0].fill_diagonal_(0)  # blocks of two rows
+    symmetric[1] += size * torch.eye(size)
+
+    def function(a, b):
+        factors, pivots = torch.linalg.ldl_factor(a)
+        solve = torch.linalg.ldl_solve
+        return factors, pivots, solve(factors, pivots, b), solve(factors[0], pivots[0], b)
+
+    assert (torch.linalg.ldl_factor(symmetric)[1] < 0).any() == (size > 1)
+    check(function, symmetric, torch.randn(3, size, 2, dtype=torch.float64))
+    check(torch.linalg.ldl_factor_ex, torch.zeros(size, size))

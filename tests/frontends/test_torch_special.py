@@ -12,6 +12,7 @@ _aten = torch.ops.aten
 REFERENCES = {
     "digamma": special.digamma,
     "lgamma": special.gammaln,
+    "special_airy_ai": lambda x: special.airy(x)[0],
     "special_spherical_bessel_j0": lambda x: special.spherical_jn(0, x),
 }
 LINE = torch.cat([torch.linspace(-30, 30, 1201) + 1e-4, torch.tensor([0.0, 8.0, -8.0, 2.0, 0.5])])

@@ -20,7 +20,11 @@ def test_each_core_operator_of_torch_has_a_row_in_order():
     assert by["aten.add.Tensor"] is By.OURS
     assert by["aten.abs.default"] is By.TVM
     assert by["aten.rand.default"] is By.RANDOM
-    assert by["aten.convolution_backward.default"] is By.NOBODY
+    assert by["aten.nonzero.default"] is By.OF_VALUES
+    assert {by[f"aten.{name}"] for name in ("convolution_backward.default", "atan2.out")} == {
+        By.DEFINITION
+    }
+    assert By.NOBODY not in by.values()
 
 
 def test_each_operator_of_onnx_has_a_row():

@@ -22,6 +22,7 @@ class By(Enum):
     TVM = "TVM's"
     DEFINITION = "its definition"
     RANDOM = "refused: random"
+    OF_VALUES = "refused: its size depends on values"
     NOBODY = "refused"
 
 
@@ -34,7 +35,8 @@ class Row:
     name : str
     by : By
         `DEFINITION`: it is taken apart first, as PyTorch's decomposition or the definition that
-        ONNX gives has it.
+        ONNX gives has it; of PyTorch's that write into a tensor, what computes a new one is
+        converted, and of those that ask for sizes, numbers and products of sizes.
     opsets : tuple of int
         Of ONNX: from which opsets on TVM's converters count; the first counts for older ones, too.
     """
@@ -63,7 +65,9 @@ def torch_rows() -> list[Row]:
             return By.OURS
         if torch.Tag.nondeterministic_seeded in operator.tags:
             return By.RANDOM
-        if operator in decomposed:
+        if torch.Tag.dynamic_output_shape in operator.tags:
+            return By.OF_VALUES
+        if operator in decomposed or operator._schema.is_mutable or name.startswith("sym_"):
             return By.DEFINITION
         return By.TVM if name in importer.convert_map else By.NOBODY
 

@@ -107,6 +107,27 @@ def _rrelu(
     return torch.nn.functional.leaky_relu(x, (lower + upper) / 2), noise
 
 
+def _hash_tensor(
+    x: Tensor, dim: Sequence[int] = (), *, keepdim: bool = False, mode: int = 0
+) -> Tensor:
+    """The bits of all elements in 64, as of integers or of float64, by exclusive or."""
+    bits = x.double().view(torch.int64) if x.is_floating_point() else x.to(torch.int64)
+    axes = sorted(axis % max(1, x.ndim) for axis in dim) or list(range(x.ndim))
+    if x.ndim == 0:
+        return bits.to(torch.uint64)
+    last = [axis - len(axes) for axis in range(len(axes))]
+    rows = bits.movedim(axes, last).flatten(-len(axes))
+    length = 1 << (rows.shape[-1] - 1).bit_length()
+    rows = torch.nn.functional.pad(rows, (0, length - rows.shape[-1]))
+    while length > 1:
+        length //= 2
+        rows = rows[..., :length] ^ rows[..., length:]
+    result = rows.squeeze(-1)
+    for axis in axes if keepdim else ():
+        result = result.unsqueeze(axis)
+    return result.to(torch.uint64)
+
+
 # ---- Products, distances and norms.
 
 
@@ -232,6 +253,17 @@ def _new_empty_strided(
     return x.new_empty(size, dtype=options.get("dtype"))
 
 
+def _empty_strided(
+    size: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    **options: Any,
+) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
 def _resize(x: Tensor, size: Sequence[int], *, memory_format: Any = None) -> Any:
     """The first elements in another shape; more than there are have no values."""
     known = all(isinstance(n, int) for n in (*x.shape, *size))
@@ -281,6 +313,18 @@ def _places(
         shape[axis] = extent
         places = places + (torch.arange(extent, device=x.device) * step).reshape(shape)
     return places.reshape(tuple(size))
+
+
+def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Any:
+    """Of one and of two, by places and not by what a mask selects; others need constants, which
+    `value_checks` has.
+    """
+    if x.ndim != 1 or r not in (1, 2):
+        return NotImplemented
+    if r == 1:
+        return x.unsqueeze(-1)
+    size = x.shape[0]
+    return x[torch.triu_indices(size, size, int(not with_replacement), device=x.device).mT]
 
 
 # ---- Orders.
@@ -352,9 +396,12 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     _aten.angle.default: _angle,
     _aten.as_strided.default: _as_strided,
     _aten.as_strided_scatter.default: _as_strided_scatter,
+    _aten.combinations.default: _combinations,
+    _aten.empty_strided.default: _empty_strided,
     _aten.fmax.default: _fmax,
     _aten.fmin.default: _fmin,
     _aten.frexp.Tensor: _frexp,
+    **known(_aten, "hash_tensor", _hash_tensor),
     _aten.kthvalue.default: _kthvalue,
     _aten.lcm.default: _lcm,
     _aten.mode.default: _mode,

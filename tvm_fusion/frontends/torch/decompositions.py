@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import images
+from .backward import BACKWARD
 from .complex import complex_numbers, fourier
 from .complex.complex_matrices import MATRICES
 from .complex.complex_numbers import first_of, of_real
@@ -138,7 +139,6 @@ BY_TORCH = (
     _aten.dist.default,
     _aten.div.Scalar_mode,
     _aten.ldexp.Tensor,
-    _aten.max_pool2d_with_indices_backward.default,
     _aten.narrow_copy.default,
     _aten.permute_copy.default,
     _aten.remainder.Scalar_Tensor,
@@ -152,6 +152,7 @@ BY_TORCH = (
 
 PUT_RIGHT = {
     **images.DECOMPOSITIONS,
+    **BACKWARD,
     **COMPOSITES,
     **SCATTERS,
     **SEGMENTS,

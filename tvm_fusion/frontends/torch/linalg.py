@@ -35,7 +35,7 @@ WIDE = "float64"
 SWEEPS = 16  # of Jacobi's method; it converges quadratically, after some six
 
 
-class _Matrix:
+class Matrix:
     """A matrix in a flat buffer."""
 
     def __init__(self, buffer: Any, begin: Expr | int, columns: int) -> None:
@@ -51,21 +51,21 @@ class _Matrix:
         self._buffer[self._place(at)] = value
 
 
-def _constant(value: float) -> Expr:
+def constant(value: float) -> Expr:
     return tirx.const(value, WIDE)
 
 
-def _copied(source: _Matrix, to: _Matrix, rows: int, columns: int) -> None:
+def copied(source: Matrix, to: Matrix, rows: int, columns: int) -> None:
     with T.serial(0, rows) as i, T.serial(0, columns) as j:
         to[i, j] = source[i, j]
 
 
-def _identity(to: _Matrix, size: int) -> None:
+def identity(to: Matrix, size: int) -> None:
     with T.serial(0, size) as i, T.serial(0, size) as j:
-        to[i, j] = tirx.Select(i == j, _constant(1), _constant(0))
+        to[i, j] = tirx.Select(i == j, constant(1), constant(0))
 
 
-def _swap(m: _Matrix, first: tuple, second: tuple) -> None:
+def swap(m: Matrix, first: tuple, second: tuple) -> None:
     kept = variable(WIDE, m[first])
     m[first] = m[second]
     m[second] = kept[0]
@@ -76,7 +76,7 @@ Shapes = Callable[..., list[tuple[list[int], str]]]
 VECTORS = ("tau", "LU_pivots", "pivots")  # arguments that are rows; the others are matrices
 
 
-def _factored(
+def factored(
     importer: Importer, node: fx.Node, count: int, body: Body, shapes: Shapes
 ) -> list[relax.Expr]:
     """What `body(arguments, extents, matrices, results)` writes for each matrix of a batch: the
@@ -98,9 +98,9 @@ def _factored(
 
     def write(ins: list, outs: list) -> None:
         with T.parallel(0, number) as b:
-            taken = [_Matrix(x, b * (m * n), n) for x, (m, n) in zip(ins, extents, strict=True)]
+            taken = [Matrix(x, b * (m * n), n) for x, (m, n) in zip(ins, extents, strict=True)]
             made = [
-                _Matrix(x, b * math.prod(shape), shape[-1])
+                Matrix(x, b * math.prod(shape), shape[-1])
                 for x, (shape, _) in zip(outs, wanted, strict=True)
             ]
             body(args, extents, taken, made)
@@ -110,16 +110,16 @@ def _factored(
     return loops(importer, node.target.__name__.split(".")[0], inputs, results, write)
 
 
-def _operator(count: int, body: Body, shapes: Shapes) -> Converter:
+def factorization(count: int, body: Body, shapes: Shapes) -> Converter:
     """An operator whose results are the first that `body` writes."""
 
     def convert(importer: Importer, node: fx.Node) -> relax.Expr:
-        return _typed(importer, node, _factored(importer, node, count, body, shapes))
+        return typed_results(importer, node, factored(importer, node, count, body, shapes))
 
     return convert
 
 
-def _typed(importer: Importer, node: fx.Node, found: Sequence[relax.Expr]) -> relax.Expr:
+def typed_results(importer: Importer, node: fx.Node, found: Sequence[relax.Expr]) -> relax.Expr:
     """Results in the types and shapes of a node's."""
     values = node.meta["val"]
     likes = values if isinstance(values, tuple | list) else [values]
@@ -141,9 +141,9 @@ def _lu_shapes(args: dict, a: Sequence[int]) -> list[tuple[list[int], str]]:
     return [(list(a), WIDE), ([1, min(a)], "int32"), ([1, 1], "int32")]
 
 
-def _lu(args: dict, extents: list, taken: list[_Matrix], made: list[_Matrix]) -> None:
+def _lu(args: dict, extents: list, taken: list[Matrix], made: list[Matrix]) -> None:
     ((rows, columns),), (given,), (a, pivots, info) = extents, taken, made
-    _copied(given, a, rows, columns)
+    copied(given, a, rows, columns)
     info[0, 0] = tirx.const(0, "int32")
     with T.serial(0, min(rows, columns)) as k:
         best, place = variable(WIDE, tirx.abs(a[k, k])), variable("int32", tirx.Cast("int32", k))
@@ -153,8 +153,8 @@ def _lu(args: dict, extents: list, taken: list[_Matrix], made: list[_Matrix]) ->
                 place[0] = tirx.Cast("int32", i)
         pivots[0, k] = place[0] + 1
         with T.If(place[0] != k), T.Then(), T.serial(0, columns) as j:
-            _swap(a, (k, j), (place[0], j))
-        with T.If(a[k, k] == _constant(0)):
+            swap(a, (k, j), (place[0], j))
+        with T.If(a[k, k] == constant(0)):
             with T.Then(), T.If(info[0, 0] == 0), T.Then():
                 info[0, 0] = tirx.Cast("int32", k) + 1
             with T.Else(), T.serial(k + 1, rows) as i:
@@ -167,7 +167,7 @@ def _cholesky_shapes(args: dict, a: Sequence[int]) -> list[tuple[list[int], str]
     return [(list(a), WIDE), ([1, 1], "int32")]
 
 
-def _cholesky(args: dict, extents: list, taken: list[_Matrix], made: list[_Matrix]) -> None:
+def _cholesky(args: dict, extents: list, taken: list[Matrix], made: list[Matrix]) -> None:
     """The lower triangle, of the upper one's transpose where that is given."""
     ((size, _),), (given,), (triangle, info) = extents, taken, made
     upper = args["upper"]
@@ -182,7 +182,7 @@ def _cholesky(args: dict, extents: list, taken: list[_Matrix], made: list[_Matri
         total = variable(WIDE, given[j, j])
         with T.serial(0, j) as k:
             total[0] = total[0] - triangle[at(j, k)] * triangle[at(j, k)]
-        with T.If(tirx.And(info[0, 0] == 0, total[0] <= _constant(0))), T.Then():
+        with T.If(tirx.And(info[0, 0] == 0, total[0] <= constant(0))), T.Then():
             info[0, 0] = tirx.Cast("int32", j) + 1
         triangle[at(j, j)] = tirx.sqrt(total[0])
         with T.serial(j + 1, size) as i:
@@ -198,12 +198,12 @@ def _triangular_shapes(
     return [(list(b), WIDE)]
 
 
-def _triangular(args: dict, extents: list, taken: list[_Matrix], made: list[_Matrix]) -> None:
+def _triangular(args: dict, extents: list, taken: list[Matrix], made: list[Matrix]) -> None:
     """X of A X = B, of X A = B where `left` is not."""
     (size, _), (rows, columns) = extents
     (a, b), (x,) = taken, made
     left, upper = args["left"], args["upper"]
-    _copied(b, x, rows, columns)
+    copied(b, x, rows, columns)
     others = columns if left else rows
 
     def at(i: Expr, other: Expr) -> tuple:
@@ -228,16 +228,16 @@ def _permutation_shapes(
     return [([a[0], a[0]], WIDE)]
 
 
-def _permutation(args: dict, extents: list, taken: list[_Matrix], made: list[_Matrix]) -> None:
+def _permutation(args: dict, extents: list, taken: list[Matrix], made: list[Matrix]) -> None:
     """P of A = P L U: the rows of the identity, swapped back from the last on."""
     (size, _), (_, count) = extents
     (_, pivots), (p,) = taken, made
-    _identity(p, size)
+    identity(p, size)
     with T.serial(0, count) as step:
         k = count - 1 - step
         other = variable("int32", tirx.Cast("int32", pivots[0, k]) - 1)
         with T.If(other[0] != k), T.Then(), T.serial(0, size) as j:
-            _swap(p, (k, j), (other[0], j))
+            swap(p, (k, j), (other[0], j))
 
 
 # ---- Householder reflections.
@@ -253,17 +253,17 @@ def _geqrf_shapes(args: dict, a: Sequence[int]) -> list[tuple[list[int], str]]:
     return [(list(a), WIDE), ([1, min(a)], WIDE)]
 
 
-def _geqrf(args: dict, extents: list, taken: list[_Matrix], made: list[_Matrix]) -> None:
+def _geqrf(args: dict, extents: list, taken: list[Matrix], made: list[Matrix]) -> None:
     ((rows, columns),), (given,), (a, tau) = extents, taken, made
-    _copied(given, a, rows, columns)
+    copied(given, a, rows, columns)
     with T.serial(0, min(rows, columns)) as k:
         below = variable(WIDE, 0)
         with T.serial(k + 1, rows) as i:
             below[0] = below[0] + a[i, k] * a[i, k]
         tau[0, k] = 0.0
-        with T.If(below[0] > _constant(0)), T.Then():
+        with T.If(below[0] > constant(0)), T.Then():
             norm = tirx.sqrt(a[k, k] * a[k, k] + below[0])
-            beta = variable(WIDE, tirx.Select(a[k, k] > _constant(0), -norm, norm))
+            beta = variable(WIDE, tirx.Select(a[k, k] > constant(0), -norm, norm))
             tau[0, k] = (beta[0] - a[k, k]) / beta[0]
             scale = variable(WIDE, a[k, k] - beta[0])
             with T.serial(k + 1, rows) as i:
@@ -273,7 +273,7 @@ def _geqrf(args: dict, extents: list, taken: list[_Matrix], made: list[_Matrix])
                 _reflect(a, tau[0, k], a, k, j, rows)
 
 
-def _reflect(v: _Matrix, tau: Expr, x: _Matrix, k: Expr, j: Expr, rows: int) -> None:
+def _reflect(v: Matrix, tau: Expr, x: Matrix, k: Expr, j: Expr, rows: int) -> None:
     """Column j of x less tau v (v^T x), of the vector below the diagonal in column k."""
     product = variable(WIDE, x[k, j])
     with T.serial(k + 1, rows) as i:
@@ -283,12 +283,12 @@ def _reflect(v: _Matrix, tau: Expr, x: _Matrix, k: Expr, j: Expr, rows: int) -> 
         x[i, j] = x[i, j] - tau * v[i, k] * product[0]
 
 
-def _householder(args: dict, extents: list, taken: list[_Matrix], made: list[_Matrix]) -> None:
+def _householder(args: dict, extents: list, taken: list[Matrix], made: list[Matrix]) -> None:
     """The first columns of the product of reflections."""
     (rows, columns), (_, count) = extents
     (v, tau), (q,) = taken, made
     with T.serial(0, rows) as i, T.serial(0, columns) as j:
-        q[i, j] = tirx.Select(i == j, _constant(1), _constant(0))
+        q[i, j] = tirx.Select(i == j, constant(1), constant(0))
     with T.serial(0, count) as step:
         k = count - 1 - step
         with T.serial(0, columns) as j:
@@ -298,7 +298,7 @@ def _householder(args: dict, extents: list, taken: list[_Matrix], made: list[_Ma
 # ---- Eigenvalues and singular values, by Jacobi's rotations.
 
 
-def _rotate(m: _Matrix, first: Callable, second: Callable, size: int, c: Expr, s: Expr) -> None:
+def _rotate(m: Matrix, first: Callable, second: Callable, size: int, c: Expr, s: Expr) -> None:
     """Two rows or columns of a matrix turned by an angle."""
     with T.serial(0, size) as i:
         x, y = variable(WIDE, m[first(i)]), variable(WIDE, m[second(i)])
@@ -309,15 +309,13 @@ def _rotate(m: _Matrix, first: Callable, second: Callable, size: int, c: Expr, s
 def _angle(half_difference: Expr, off: Expr) -> tuple[Any, Any]:
     """Cosine and sine of the rotation that makes an element off the diagonal 0."""
     theta = half_difference / off
-    size = tirx.abs(theta) + tirx.sqrt(theta * theta + _constant(1))
-    tangent = variable(WIDE, tirx.Select(theta < _constant(0), -1.0 / size, 1.0 / size))
-    cosine = variable(WIDE, 1.0 / tirx.sqrt(tangent[0] * tangent[0] + _constant(1)))
+    size = tirx.abs(theta) + tirx.sqrt(theta * theta + constant(1))
+    tangent = variable(WIDE, tirx.Select(theta < constant(0), -1.0 / size, 1.0 / size))
+    cosine = variable(WIDE, 1.0 / tirx.sqrt(tangent[0] * tangent[0] + constant(1)))
     return cosine, variable(WIDE, tangent[0] * cosine[0])
 
 
-def _sorted(
-    values: _Matrix, vectors: list[_Matrix], size: int, rows: list[int], down: bool
-) -> None:
+def _sorted(values: Matrix, vectors: list[Matrix], size: int, rows: list[int], down: bool) -> None:
     """Values in order, and the columns that belong to them."""
     with T.serial(0, size) as k:
         best = variable("int32", tirx.Cast("int32", k))
@@ -326,25 +324,25 @@ def _sorted(
             with T.If(one > other if down else one < other), T.Then():
                 best[0] = tirx.Cast("int32", i)
         with T.If(best[0] != k), T.Then():
-            _swap(values, (0, k), (0, best[0]))
+            swap(values, (0, k), (0, best[0]))
             for m, extent in zip(vectors, rows, strict=True):
                 with T.serial(0, extent) as i:
-                    _swap(m, (i, k), (i, best[0]))
+                    swap(m, (i, k), (i, best[0]))
 
 
 def _eigh_shapes(args: dict, a: Sequence[int]) -> list[tuple[list[int], str]]:
     return [([1, a[0]], WIDE), (list(a), WIDE), (list(a), WIDE)]
 
 
-def _eigh(args: dict, extents: list, taken: list[_Matrix], made: list[_Matrix]) -> None:
+def _eigh(args: dict, extents: list, taken: list[Matrix], made: list[Matrix]) -> None:
     ((size, _),), (given,), (values, v, a) = extents, taken, made
     lower = args["UPLO"] == "L"
     with T.serial(0, size) as i, T.serial(0, size) as j:
         kept = i >= j if lower else i <= j
         a[i, j] = tirx.Select(kept, given[i, j], given[j, i])
-    _identity(v, size)
+    identity(v, size)
     with T.serial(0, SWEEPS), T.serial(0, size) as p, T.serial(p + 1, size) as q:
-        is_left = tirx.abs(a[p, q]) > _constant(1e-300)
+        is_left = tirx.abs(a[p, q]) > constant(1e-300)
         with T.If(is_left), T.Then():
             c, s = _angle((a[q, q] - a[p, p]) / 2.0, a[p, q])
             _rotate(a, lambda i: (i, p), lambda i: (i, q), size, c[0], s[0])
@@ -361,13 +359,13 @@ def _svd_shapes(args: dict, a: Sequence[int]) -> list[tuple[list[int], str]]:
     return [([most, least], WIDE), ([1, least], WIDE), ([least, least], WIDE)]
 
 
-def _svd(args: dict, extents: list, taken: list[_Matrix], made: list[_Matrix]) -> None:
+def _svd(args: dict, extents: list, taken: list[Matrix], made: list[Matrix]) -> None:
     ((rows, columns),), (given,), (u, values, v) = extents, taken, made
     turned = rows < columns
     most, least = (columns, rows) if turned else (rows, columns)
     with T.serial(0, most) as i, T.serial(0, least) as j:
         u[i, j] = given[j, i] if turned else given[i, j]
-    _identity(v, least)
+    identity(v, least)
     with T.serial(0, SWEEPS), T.serial(0, least) as p, T.serial(p + 1, least) as q:
         first, second, off = (variable(WIDE, 0) for _ in range(3))
         with T.serial(0, most) as i:
@@ -384,7 +382,7 @@ def _svd(args: dict, extents: list, taken: list[_Matrix], made: list[_Matrix]) -
             square[0] = square[0] + u[i, j] * u[i, j]
         values[0, j] = tirx.sqrt(square[0])
         with T.serial(0, most) as i:
-            u[i, j] = u[i, j] / tirx.max(values[0, j], _constant(1e-300))
+            u[i, j] = u[i, j] / tirx.max(values[0, j], constant(1e-300))
     _sorted(values, [u, v], least, [most, least], down=True)
 
 
@@ -394,21 +392,21 @@ def _singular(importer: Importer, node: fx.Node) -> relax.Expr:
     rows, columns = known_shape(args["A"])[-2:]
     if args["full_matrices"] and args["compute_uv"] and rows != columns:
         raise FrontendError("all singular vectors of a matrix that is not square: leave them out")
-    u, values, v = _factored(importer, node, 1, _svd, _svd_shapes)
+    u, values, v = factored(importer, node, 1, _svd, _svd_shapes)
     if rows < columns:
         u, v = v, u
     last = list(range(len(known_shape(args["A"]))))
     last[-2:] = last[:-3:-1]
-    return _typed(importer, node, [u, values, importer.permute(v, last)])
+    return typed_results(importer, node, [u, values, importer.permute(v, last)])
 
 
 CONVERTERS: dict[str, Converter] = {
-    "_linalg_eigh.default": _operator(1, _eigh, _eigh_shapes),
+    "_linalg_eigh.default": factorization(1, _eigh, _eigh_shapes),
     "_linalg_svd.default": _singular,
-    "geqrf.default": _operator(1, _geqrf, _geqrf_shapes),
-    "linalg_cholesky_ex.default": _operator(1, _cholesky, _cholesky_shapes),
-    "linalg_householder_product.default": _operator(2, _householder, _householder_shapes),
-    "linalg_lu_factor_ex.default": _operator(1, _lu, _lu_shapes),
-    "linalg_solve_triangular.default": _operator(2, _triangular, _triangular_shapes),
-    "lu_unpack.default": _operator(2, _permutation, _permutation_shapes),
+    "geqrf.default": factorization(1, _geqrf, _geqrf_shapes),
+    "linalg_cholesky_ex.default": factorization(1, _cholesky, _cholesky_shapes),
+    "linalg_householder_product.default": factorization(2, _householder, _householder_shapes),
+    "linalg_lu_factor_ex.default": factorization(1, _lu, _lu_shapes),
+    "linalg_solve_triangular.default": factorization(2, _triangular, _triangular_shapes),
+    "lu_unpack.default": factorization(2, _permutation, _permutation_shapes),
 }

@@ -133,8 +133,15 @@ def _tensor_inverse(a: Tensor, ind: int = 2) -> Tensor:
 
 
 def _ldl_factor(a: Tensor, *, hermitian: bool = False) -> tuple[Tensor, Tensor]:
-    """Without the check, which would need a token; that there is no converter is said."""
+    """Without the check, which would need a token."""
     return _aten.linalg_ldl_factor_ex(a, hermitian=hermitian)[:2]
+
+
+def _ldl_solve(ld: Tensor, pivots: Tensor, b: Tensor, *, hermitian: bool = False) -> Any:
+    if ld.shape[:-2] == b.shape[:-2]:
+        return NotImplemented
+    ld, b = _expanded(ld, b)
+    return _aten.linalg_ldl_solve(ld, pivots.expand(ld.shape[:-1]), b, hermitian=hermitian)
 
 
 def _determinant(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -283,6 +290,7 @@ SOLVERS: dict[Any, Callable[..., Any]] = {
     _aten.linalg_inv.default: _inverse,
     _aten.linalg_inv_ex.default: _inverse_ex,
     _aten.linalg_ldl_factor.default: _ldl_factor,
+    _aten.linalg_ldl_solve.default: _ldl_solve,
     _aten.linalg_lu.default: _lu,
     _aten.linalg_lu_factor.default: _lu_factor,
     _aten.linalg_lu_solve.default: _lu_solve,

@@ -355,12 +355,59 @@ def _spherical_bessel(x: Tensor) -> Tensor:
     return torch.where(x.abs() < 0.5, near, far)
 
 
+# ---- Airy's function.
+
+AIRY = 2.0  # beyond, it is a modulus and a phase, or what is left of an exponential
+
+
+def _airy(x: Tensor) -> Tensor:
+    """Ai; PyTorch gives none of infinity."""
+    near = _fitted(_airy_near, -AIRY, AIRY, 24, x)
+    size = x.abs().clamp(min=AIRY)
+    root = torch.sqrt(size)
+    zeta = 2 / 3 * size * root
+    t = AIRY**1.5 / (size * root)
+    scale = math.sqrt(math.pi) * torch.sqrt(root)
+    right = torch.exp(-zeta) * _fitted(_airy_right, 0.0, 1.0, 24, t) / scale
+    angle = zeta - math.pi / 4
+    p, q = (_fitted(_airy_left(part), 0.0, 1.0, 20, t * t) for part in (0, 1))
+    left = (p * torch.cos(angle) + q * t * torch.sin(angle)) / scale
+    result = torch.where(x.abs() < AIRY, near, torch.where(x < 0, left, right))
+    return torch.where(torch.isfinite(x), result, math.nan)
+
+
+def _airy_near(x: np.ndarray) -> np.ndarray:
+    return _special("airy")(x)[0]
+
+
+def _airy_right(t: np.ndarray) -> np.ndarray:
+    """Ai(x) exp(2/3 x^1.5) sqrt(pi) x^0.25, of (2 / x)^1.5."""
+    x = AIRY / np.maximum(t, 1e-9) ** (2 / 3)
+    return _special("airye")(x)[0] * np.sqrt(np.pi) * x**0.25
+
+
+@cache
+def _airy_left(part: int) -> Callable:
+    """The factors of cosine (0) and of sine (1, by (2 / x)^1.5) of Ai(-x), of (2 / x)^3."""
+
+    def value(square: np.ndarray) -> np.ndarray:
+        t = np.sqrt(np.maximum(square, 1e-6))
+        x = AIRY / t ** (2 / 3)
+        angle = 2 / 3 * x**1.5 - np.pi / 4
+        first, _, second, _ = (y * np.sqrt(np.pi) * x**0.25 for y in _special("airy")(-x))
+        sine, cosine = np.sin(angle), np.cos(angle)
+        return (first * sine + second * cosine) / t if part else first * cosine - second * sine
+
+    return value
+
+
 _FUNCTIONS: dict[str, Function] = {
     "digamma": _digamma,
     "erfc": _erfc,
     "erfinv": _erfinv,
     "i0": _modified(0, scaled=False),
     "lgamma": _lgamma,
+    "special_airy_ai": _airy,
     "special_bessel_j0": _bessel(0, second=False),
     "special_bessel_j1": _bessel(1, second=False),
     "special_bessel_y0": _bessel(0, second=True),
