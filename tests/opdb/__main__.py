@@ -3,6 +3,7 @@
     python -m tests.opdb                                     all of it; 1 if it is not as listed
     python -m tests.opdb --dtypes float32,int64 --only 'nn.functional.*' --part 1/5 --out F.json
     python -m tests.opdb --dtypes float32 --beside inductor  and torch.compile on the same samples
+    python -m tests.opdb --dtypes float32 --inductor-of F.json   as that earlier run has inductor
     python -m tests.opdb --through torch.compile             and not tvm_fusion.compile
 
 `tests/opdb/exceptions.toml` lists what is not right. What is worse or other than it says ends the
@@ -74,7 +75,7 @@ def _ask(args: argparse.Namespace, chosen: Sequence[Entry], found: _Found) -> No
     for (*entry, _), answer in ask(way, calls, limit_s=LIMIT_S, setup=judge.prepare):
         found.add(tuple(entry), answer)
     if args.beside == "inductor":
-        judged = [entry for entry in chosen if found.rows[entry]["outcome"] != "not judged"]
+        judged = [entry for entry in chosen if found.asks_inductor(entry)]
         limit = {"limit_s": INDUCTOR_LIMIT_S, "setup": judge.prepare_inductor}
         for entry, answer in ask(judge.judge_inductor, judged, **limit):
             found.add_inductor(entry, answer)
@@ -86,11 +87,24 @@ class _Found:
     def __init__(self, args: argparse.Namespace, chosen: Sequence[Entry]) -> None:
         self.args, self.chosen = args, chosen
         self.rows: dict[Entry, dict[str, Any]] = {}
+        self._earlier = [json.loads(path.read_text(encoding="utf-8")) for path in args.inductor_of]
+        self._by_inductor = {
+            (row["operator"], row["dtype"]): row["inductor"]
+            for result in self._earlier
+            for row in result["rows"]
+            if row.get("inductor", {"outcome": "timeout"})["outcome"] != "timeout"
+        }
         self._begun = self._kept = time.monotonic()
 
     def add(self, entry: Entry, answer: Answer) -> None:
         self.rows[entry] = row = _row(*entry, answer)
+        if entry in self._by_inductor and row["outcome"] != "not judged":
+            row["inductor"] = self._by_inductor[entry]
         self._told(row)
+
+    def asks_inductor(self, entry: Entry) -> bool:
+        """Whether an entry is judged, and no earlier run has an answer."""
+        return self.rows[entry]["outcome"] != "not judged" and entry not in self._by_inductor
 
     def add_inductor(self, entry: Entry, answer: Answer) -> None:
         row = _row(*entry, answer)
@@ -108,6 +122,7 @@ class _Found:
     def result(self) -> dict[str, Any]:
         """All rows so far, in the order of the database, and what they come to."""
         rows = [self.rows[entry] for entry in self.chosen if entry in self.rows]
+        given = zip(self.args.inductor_of, self._earlier, strict=True)
         return {
             "device": _device(self.args.target),
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
@@ -115,6 +130,7 @@ class _Found:
             "versions": {name: metadata.version(name) for name in ("torch", "apache-tvm")},
             "target": self.args.target,
             "through": self.args.through,
+            "inductor of": [{"file": str(path)} | _said(result) for path, result in given],
             "seconds": round(time.monotonic() - self._begun, 1),
             "counts": _counts(rows, self.args.dtypes, self.args.through == DYNAMO),
             "rows": rows,
@@ -125,6 +141,11 @@ class _Found:
         self._kept = time.monotonic()
         if self.args.out is not None:
             self.args.out.write_text(json.dumps(self.result(), indent=1) + "\n", encoding="utf-8")
+
+
+def _said(result: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier result says of how it was made."""
+    return {key: result[key] for key in ("device", "date", "command", "versions")}
 
 
 def _device(target: str) -> str:
@@ -255,6 +276,14 @@ def _parser() -> argparse.ArgumentParser:
         "--beside",
         choices=["inductor"],
         help="torch.compile on the same samples, on this CPU; slow",
+    )
+    add(
+        "--inductor-of",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an earlier result: entries that inductor answered in time are not asked for again",
     )
     add("--out", type=Path, help="a file for all rows, as JSON")
     return parser

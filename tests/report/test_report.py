@@ -65,6 +65,7 @@ REPORT = Report(
     },
 )
 SOURCE = dict.fromkeys(("source", "source_error", "source_note", "source_failure")) | {"kernels": 0}
+SOURCE |= {"on_examples": False}
 EMPTY = Report("llvm_cpu", Comparison(0, 0), Comparison(0, 0), {})
 
 

@@ -73,6 +73,8 @@ class Checked:
     kernels : int
         How many kernels were checked in place of the module as a whole (`check.kernels`); 0 if that
         was.
+    on_examples : bool
+        It was checked on the example inputs, as the model refuses random ones.
     """
 
     made: BuiltPlan
@@ -83,9 +85,22 @@ class Checked:
     references: Sequence[Reference] = ()
     alone: tvm.IRModule | None = None
     kernels: int = 0
+    on_examples: bool = False
+
+    @property
+    def inputs(self) -> Sequence[Any]:
+        """Ordinary ones, that the model takes."""
+        if self.references:
+            return self.references[0].inputs
+        return drawn_inputs(self.made.planned.mod)
 
 
-def check_compiled(made: BuiltPlan, others: OthersOf, every_group: bool = False) -> Checked:
+def check_compiled(
+    made: BuiltPlan,
+    others: OthersOf,
+    every_group: bool = False,
+    examples: Callable[[], Sequence[Any] | None] = lambda: None,
+) -> Checked:
     """Compares a build with float64, and what gave way in it, until one passes or none is left.
 
     Parameters
@@ -96,6 +111,9 @@ def check_compiled(made: BuiltPlan, others: OthersOf, every_group: bool = False)
         Gives what may compute an operator whose kernel is wrong.
     every_group : bool
         Check each group on its own even if the module as a whole is right.
+    examples : callable
+        Gives inputs that the model is known to take, if there are any, for one that refuses what is
+        drawn.
 
     Returns
     -------
@@ -103,23 +121,55 @@ def check_compiled(made: BuiltPlan, others: OthersOf, every_group: bool = False)
         Its `verification` has passed unless TVM's own code is wrong, too.
     """
     mod = plainly_lowered(made.planned)
-    references = references_of(made.planned, mod)
+    on_examples = False
+    try:
+        references = references_of(made.planned, mod)
+    except RefusesAll as error:
+        references = _references_on(examples(), made.planned, mod)
+        if not references:
+            raise
+        on_examples = True
+        logger.warning("%s; it is checked on the example inputs", error.what)
     repair, goes_on = Repair(mod, others), every_group
     while goes_on:
-        made, goes_on = repair.without_wrong_groups(made, drawn_inputs(made.planned.mod))
+        made, goes_on = repair.without_wrong_groups(made, references[0].inputs)
     while True:
         (verification, inputs), goes_on = judged(made.built, references), False
         if not verification.passed:
             made, goes_on = repair.step(made, verification, inputs)
         if not goes_on:
             found = (repair.errors, repair.tried, repair.wrong, references, repair.alone)
-            return Checked(made, verification, *found)
+            return Checked(made, verification, *found, on_examples=on_examples)
 
 
 def checked_again(checked: Checked, made: BuiltPlan) -> Checked:
     """What a check ended with, of the same function in another build."""
     verification, _ = judged(made.built, checked.references)
     return replace(checked, made=made, verification=verification)
+
+
+class RefusesAll(VerificationError):
+    """A model refuses all inputs that were drawn; `what` says so alone."""
+
+    def __init__(self) -> None:
+        self.what = (
+            f"the model refuses {MOST_DRAWS} random inputs in turn (an index out of range, or an "
+            "integer divided by zero)"
+        )
+        super().__init__(
+            f"{self.what}: it cannot be verified on them; give example inputs that it takes, or "
+            "pass verify=False"
+        )
+
+
+def _references_on(
+    inputs: Sequence[Any] | None, planned: Planned, mod: tvm.IRModule
+) -> list[Reference]:
+    """The reference on given inputs; none where there are none, or the model refuses them too."""
+    if inputs is None:
+        return []
+    reference = Reference(mod, inputs, planned.target)
+    return [reference] if _takes(reference, None) else []
 
 
 def references_of(planned: Planned, mod: tvm.IRModule) -> list[Reference]:
@@ -129,8 +179,7 @@ def references_of(planned: Planned, mod: tvm.IRModule) -> list[Reference]:
 
     Raises
     ------
-    VerificationError
-        It refuses all.
+    RefusesAll
     """
     first = Reference(mod, drawn_inputs(planned.mod), planned.target)
     others = [
@@ -157,10 +206,7 @@ def references_of(planned: Planned, mod: tvm.IRModule) -> list[Reference]:
             MOST_DRAWS,
         )
         return references
-    raise VerificationError(
-        f"the model refuses {MOST_DRAWS} random inputs in turn (an index out of range, or an "
-        "integer divided by zero): it cannot be verified on them; pass verify=False"
-    )
+    raise RefusesAll
 
 
 def _takes(reference: Reference, checks: IndexChecks | None) -> bool:

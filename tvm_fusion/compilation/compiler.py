@@ -143,7 +143,8 @@ def compile(
     read = read_functions(model, target, policy, plan, example_inputs, dynamic_shapes, tuned)
     wanted = read.policy.verify if verify is None else verify
     original = Original(*(source or (model, example_inputs)), with_special=source is None)
-    wishes = Wishes(wanted, measure, time, graphs, beside=wanted is True and original.is_comparable)
+    beside = wanted is True and original.is_comparable
+    wishes = Wishes(wanted, measure, time, graphs, beside=beside, original=original)
     kept = Kept.of(read, wishes)
     found = None if kept is None else kept.found()
     if found is not None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import tvm
@@ -20,6 +21,7 @@ from ..check.checked_sizes import drawn_inputs
 from ..check.compared_module import not_slower
 from ..check.compared_regions import settle_regions
 from ..check.compiled import Checked, check_compiled, wrong_numbers
+from ..check.example_inputs import example_inputs
 from ..check.index_checks import IndexChecks
 from ..check.inputs import has_values, objects
 from ..check.kernels import kernels_checked, takes_long
@@ -53,7 +55,7 @@ class Wishes:
     """What a caller wants to be done with a build: `verify`, `measure`, `time` and `cuda_graph` of
     `compiler.compile`, the share of the policy's budgets that there is for it, and whether the
     whole is compared with the framework that it comes from, so that a large model needs no more
-    than a check of each of its kernels.
+    than a check of each of its kernels; what it comes from, for its example inputs.
     """
 
     verify: bool | str = False
@@ -62,6 +64,7 @@ class Wishes:
     cuda_graph: Any = None
     share: float = 1.0
     beside: bool = False
+    original: Original | None = field(default=None, repr=False)  # of no key
 
     @property
     def timed(self) -> bool:
@@ -159,8 +162,13 @@ def finished(made: BuiltPlan, one: Settled) -> Finished:
         made = checked.made
     times = {}
     if wishes.timed:
-        times = _timed(made.built, unfused, drawn_inputs(made.planned.mod))
+        times = _timed(made.built, unfused, _inputs(made, checked))
     return Finished(made, unfused, checked, times, wishes)
+
+
+def _inputs(made: BuiltPlan, checked: Checked | None) -> Sequence[Any]:
+    """To run a build with: those that it was checked on, which the model takes."""
+    return drawn_inputs(made.planned.mod) if checked is None else checked.inputs
 
 
 def _checked(made: BuiltPlan, wishes: Wishes) -> Checked:
@@ -168,7 +176,8 @@ def _checked(made: BuiltPlan, wishes: Wishes) -> Checked:
         found = kernels_checked(made)
         if found is not None:
             return found
-    return check_compiled(made, OtherKernels, wishes.verify in ("groups", "report"))
+    examples = partial(example_inputs, made.planned, wishes.original)
+    return check_compiled(made, OtherKernels, wishes.verify in ("groups", "report"), examples)
 
 
 def refuse_wrong(checked: Checked, wishes: Wishes) -> None:
@@ -230,7 +239,7 @@ def tell(
         compiled.uncapturable = KEEPS
     compiled.cuda_graph = wishes.cuda_graph
     compiled.verification = verification_of(done.checked)
-    inputs = drawn_inputs(planned.mod) if wishes.verify or wishes.timed else None
+    inputs = _inputs(done.made, done.checked) if wishes.verify or wishes.timed else None
     made = done.made  # not `done` itself, which holds float64 results and the unfused module
     compiled.told = told = Told(
         planned.cuts,

@@ -144,6 +144,7 @@ def verification_of(checked: Checked | None) -> Verification | None:
         checked.verification.worst_error,
         checked.verification.not_finite,
         kernels=checked.kernels,
+        on_examples=checked.on_examples,
     )
 
 

@@ -52,6 +52,8 @@ class Verification:
     kernels : int
         How many distinct kernels were checked, each on the inputs of one of its uses, in place of
         the outputs; 0 where all was computed in float64.
+    on_examples : bool
+        Whether it was checked on the example inputs alone, as the model refuses random ones.
     """
 
     passed: bool
@@ -62,6 +64,7 @@ class Verification:
     source_note: str | None = None
     source_failure: str | None = None
     kernels: int = 0
+    on_examples: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,8 @@ def _compared(verify: Verification) -> str:
     said = f"worst error {_short(verify.worst_error)}"
     if verify.kernels:
         said += f" of {verify.kernels} kernels, each by itself"
+    if verify.on_examples:
+        said += " on the example inputs, as random ones are refused"
     if verify.not_finite:
         said += f"; {verify.not_finite:.2%} of an output is NaN or infinite, in float64 too"
     if verify.source_error is not None:
