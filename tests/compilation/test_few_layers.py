@@ -3,6 +3,7 @@ are not planned.
 """
 
 import math
+from collections import deque
 
 import numpy as np
 import pytest
@@ -13,8 +14,11 @@ from tvm.relax import op
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.flow import variants
 from tvm_fusion.flow.few_layers import HEAD, LEAST, TAIL, few_layers
+from tvm_fusion.ir.graph import build_graph
+from tvm_fusion.plan import structure
 from tvm_fusion.plan.plan import FusionPlan
-from tvm_fusion.transform.pipeline import open_composites
+from tvm_fusion.plan.search import search
+from tvm_fusion.transform.pipeline import legalize, open_composites
 
 from ..support.graphs import module
 from ..support.large_graphs import transformer
@@ -133,6 +137,25 @@ def test_where_a_few_layers_do_not_tell_the_whole_decides(decided, monkeypatch):
     short, whole = decided[:2], decided[2:]
     assert len(whole) == 2
     assert max(short) < min(whole)
+
+
+def test_few_layers_and_the_whole_are_solved_once(monkeypatch):
+    sizes, solve = [], search._improved
+
+    def counted(evaluator):
+        sizes.append(len(evaluator.graph.ops))
+        return solve(evaluator)
+
+    monkeypatch.setattr(search, "_improved", counted)
+    monkeypatch.setattr(structure, "_RECENT", deque(maxlen=4))
+    mod = opened(transformer(COUNT, **SMALL))
+    target = H200.to_target()
+    graphs = [build_graph(legalize(one, target, H200)) for one in (few_layers(mod).mod, mod)]
+    few, whole = [search.search(graph, H200, load_policy(None)) for graph in graphs]
+    assert sizes == [len(graphs[0].ops)]
+    monkeypatch.setattr(structure, "_RECENT", deque(maxlen=4))
+    assert search.search(graphs[1], H200, load_policy(None)) == whole
+    assert len(few.groups) < len(whole.groups)
 
 
 @pytest.mark.parametrize(("least", "planned"), [(0.001, True), (0.2, False)])

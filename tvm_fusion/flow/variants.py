@@ -109,7 +109,8 @@ class _Variant:
 
     def needed_us(self, on: _Variant) -> float:
         """What the rewrites beyond those of another variant have to save on top of it."""
-        least_us = max(REWRITES[name].least_us for name in self.rewrites[len(on.rewrites) :])
+        more = self.rewrites[len(on.rewrites) :]
+        least_us = max((REWRITES[name].least_us for name in more), default=0.0)
         if not least_us:
             return on.least_gain_us
         launches = sum(count for count, _ in self._changed_launches(on)[1])
@@ -168,44 +169,67 @@ def best_plan(
 def searched_plan(
     mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy
 ) -> tuple[tvm.IRModule, FusionGraph, FusionPlan]:
-    """As `best_plan`, searched for. Of a model of many equal layers rewrites are tried on a few."""
-    whole = _Variant(open_composites(mod, target, hw=hw), _Device(target, hw, policy))
-    few = few_layers(whole.opened)
-    best = None if few is None else _best(replace(whole, opened=few.mod, few=few))
-    best = _best(whole) if best is None else _with(whole, best.rewrites)
+    """As `best_plan`, searched for. Of a model of many equal layers rewrites are tried on a few,
+    and on all where these do not tell.
+    """
+    opened = open_composites(mod, target, hw=hw)
+    search = _Search(_Variant(opened, _Device(target, hw, policy)), few_layers(opened))
+    best = search.best()
     low, graph = best.lowered
     plan, _ = probed_plan(low, graph, best.plan, hw, policy, target)
     return low, graph, replace(plan, rewrites=best.rewrites)
 
 
-def _best(best: _Variant) -> _Variant | None:
-    """The variant with the rewrites that gain; None where that of few layers does not tell."""
-    passed_over = None
-    names = candidates(best.to.hw, best.to.policy)
-    for name in stepped("rewrites tried", names, len(names)):
-        bases = [base for base in (best, passed_over) if base is not None]
-        tried = [base.rewritten(name) for base in bases]
-        tried = [variant for variant in tried if variant is not None]
-        if not tried:
-            continue
-        hopeful = [variant for variant in tried if variant.may_gain(best)]
-        if not hopeful:
-            logger.info("%s: left, it changes launches of little time only", name)
-            passed_over = tried[0]
-            continue
-        found = min(hopeful, key=lambda variant: variant.us)
+class _Search:
+    """The rewrites of a module that gain.
+
+    Attributes
+    ----------
+    wholes : dict of tuple of str to _Variant
+        The module with some rewrites.
+    few : _Variant or None
+        The module of few layers, on which rewrites are tried; None: on the whole one.
+    """
+
+    def __init__(self, whole: _Variant, few: FewLayers | None) -> None:
+        self.wholes = {(): whole}
+        self.few = None if few is None else replace(whole, opened=few.mod, few=few)
+
+    def best(self) -> _Variant:
+        """The whole module with the rewrites that gain."""
+        best, passed_over = self.few or self.wholes[()], None
+        names = candidates(best.to.hw, best.to.policy)
+        for name in stepped("rewrites tried", names, len(names)):
+            bases = [base for base in (best, passed_over) if base is not None]
+            tried = [base.rewritten(name) for base in bases]
+            tried = [variant for variant in tried if variant is not None]
+            if not tried:
+                continue
+            hopeful = [variant for variant in tried if variant.may_gain(best)]
+            if not hopeful:
+                logger.info("%s: left, it changes launches of little time only", name)
+                passed_over = tried[0]
+                continue
+            found = min(hopeful, key=lambda variant: variant.us)
+            gains = self._gains(name, best, found)
+            best, passed_over = (found, None) if gains else (best, tried[0])
+        return self._whole(best)
+
+    def _gains(self, name: str, best: _Variant, found: _Variant) -> bool:
+        """Whether a variant saves enough; of few layers the whole ones decide if it is close."""
         gain_us, needed_us = best.us - found.us, found.needed_us(best)
-        if best.few is not None and abs(gain_us - needed_us) < CLOSE * needed_us:
-            return None
+        if found.few is not None and abs(gain_us - needed_us) < CLOSE * needed_us:
+            return self._gains(name, self._whole(best), self._whole(found))
         gains = gain_us > needed_us
         verdict = "kept" if gains else "left"
         logger.info("%s: %.1f us -> %.1f us, %s", name, best.us, found.us, verdict)
-        best, passed_over = (found, None) if gains else (best, tried[0])
-    return best
+        return gains
 
-
-def _with(variant: _Variant, names: Iterable[str]) -> _Variant:
-    """A variant with more rewrites."""
-    for name in names:
-        variant = variant.rewritten(name) or variant
-    return variant
+    def _whole(self, variant: _Variant) -> _Variant:
+        """The whole module with the rewrites of a variant."""
+        done = ()
+        for name in variant.rewrites:
+            before, done = self.wholes[done], (*done, name)
+            if done not in self.wholes:
+                self.wholes[done] = before.rewritten(name) or before
+        return self.wholes[done]

@@ -38,11 +38,13 @@ from ..kernels.group.read_order import is_transposing, read_order
 from ..kernels.program.window import is_window_block
 
 MOST_KNOWN = 20_000  # structures of groups, of 1.3 kB each, that the next plan begins with
+MOST_SOLVED = 32  # graphs whose solutions are known, each of 0.1 MB where it has 1000 operators
 
 
 @dataclass
 class Structures:
-    """Numbers for structures of operators, and what is known of structures of groups.
+    """Numbers for structures of operators, and what is known of structures of groups and of whole
+    graphs.
 
     One of these may serve several graphs for the same device and policy (`structures_for`).
     """
@@ -51,9 +53,16 @@ class Structures:
     numbers: dict[Hashable, int] = field(default_factory=dict)
     traits: dict[tuple[str, str], int] = field(default_factory=dict)
     known: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    solved: dict[Hashable, Any] = field(default_factory=dict)
 
     def number(self, structure: Hashable) -> int:
         return self.numbers.setdefault(structure, next(self.counter))
+
+    def keep_solved(self, graph: Hashable, solution: Any) -> None:
+        """Keeps what was found for a graph (`Wiring.whole`), and forgets the oldest of many."""
+        self.solved[graph] = solution
+        for oldest in [*self.solved][:-MOST_SOLVED]:
+            self.solved.pop(oldest, None)
 
 
 _RECENT: deque[tuple[Any, ...]] = deque(maxlen=4)
@@ -90,7 +99,7 @@ class Wiring:
     """
 
     def __init__(self, graph: FusionGraph, hw: HardwareProfile, structures: Structures) -> None:
-        self.structures = structures
+        self.graph, self.structures = graph, structures
         self.touched = tuple(map(_touched, graph.ops))
         facts = _tensor_facts(graph)
         self.number = tuple(
@@ -108,6 +117,19 @@ class Wiring:
         place = dict(zip(dict.fromkeys(touched), itertools.count(), strict=False)).__getitem__
         number = map(self.number.__getitem__, ops)
         return (*number, -1, *map(place, touched), -1, *map(place, outputs))
+
+    def whole(self) -> Hashable:
+        """The structural key of the graph: all that a search may ask of it but names. Tensors that
+        no operator touches (weights of layers that were left out) do not count.
+        """
+        touched = sorted(set(chain.from_iterable(self.touched)))
+        number = dict(zip(touched, itertools.count(), strict=False)).__getitem__
+        wires = tuple(
+            (*map(number, op.inputs), -1, *map(number, op.outputs), -1, op.region, op.is_join)
+            for op in self.graph.ops
+        )
+        tensors = map(self.graph.tensors.__getitem__, touched)
+        return self.number, wires, tuple((t.is_output, t.is_constant) for t in tensors)
 
     def touched_by(self, ops: tuple[int, ...]) -> tuple[int, ...]:
         """The tensors that a group touches, each once: those of equal groups correspond."""

@@ -227,7 +227,7 @@ class Caution:
     unknown: float
     unknown_gemm: float
     coverage: float = 0.9
-    residual: Any = None
+    residual: Any = field(default=None, hash=False)
     min_gain: float = 0.0
     _products: frozenset[str] = field(
         default_factory=lambda: names(lambda family: family.is_product), repr=False, compare=False

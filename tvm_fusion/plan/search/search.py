@@ -275,7 +275,25 @@ def _solved(evaluator: Evaluator, known: dict[tuple, Solution]) -> Solution:
 
 
 def solve_whole(evaluator: Evaluator) -> Solution:
-    """A solution found by planning all of the graph, however it repeats itself."""
+    """A solution found by planning all of the graph, however it repeats itself; that of an equal
+    graph, if there was one: a model and one of few of its layers have the same short form.
+    """
+    caution = evaluator.caution
+    by_names = evaluator.forbidden or evaluator.probed
+    if by_names or (caution is not None and caution.residual is not evaluator.residual):
+        return _improved(evaluator)
+    graph, key = evaluator.graph, (caution, evaluator.wiring.whole())
+    known = evaluator.structures.solved.get(key)
+    if known is not None:
+        return tuple(Launch(x, tuple(graph.ops[op].outputs[n] for op, n in y)) for x, y in known)
+    found = _improved(evaluator)
+    places = {t: (op.id, n) for op in graph.ops for n, t in enumerate(op.outputs)}
+    places = tuple((x.members, tuple(map(places.__getitem__, x.stores))) for x in found)
+    evaluator.structures.keep_solved(key, places)
+    return found
+
+
+def _improved(evaluator: Evaluator) -> Solution:
     found = greedy_solution(evaluator)
     return improve(evaluator.graph, evaluator, found, evaluator.policy)
 
