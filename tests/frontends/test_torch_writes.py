@@ -15,7 +15,7 @@ from tests.support.models import run_unfused
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends import load
-from tvm_fusion.frontends.torch.written.distinct import are_distinct
+from tvm_fusion.frontends.torch.written.known_indices import are_distinct
 from tvm_fusion.fuzz.torch_program import Input, Program, Statement
 from tvm_fusion.fuzz.verdict import RIGHT
 from tvm_fusion.ir.graph import OpKind, build_graph

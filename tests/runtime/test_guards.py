@@ -64,6 +64,14 @@ def clipped(x: T.Buffer((6,), "float32"), i: T.Buffer((4,), "int64"), y: T.Buffe
 
 
 @T.prim_func(s_tir=True)
+def named(x: T.Buffer((6,), "float32"), i: T.Buffer((4,), "int64"), y: T.Buffer((4,), "float32")):
+    for n in range(4):
+        known, at = T.bool(), T.int64()
+        place = T.Let(T.if_then_else(known, i[n], T.int64(0)), where={known: i[n] != T.int64(-1)})
+        y[n] = T.Let(x[at] * T.float32(2), where={at: place})
+
+
+@T.prim_func(s_tir=True)
 def own(i: T.Buffer((4,), "int64"), x: T.Buffer((6,), "float32"), y: T.Buffer((4,), "float32")):
     at = T.alloc_buffer((1,), "int64")
     for n in range(4):
@@ -89,6 +97,7 @@ CASES = {
         lambda x, i: np.take_along_axis(x, i + 1, 1),
     ),
     "shorter": (shorter, numbers(6), np.array([5, 0, 0, 1]), lambda x, i: np.append(x[i], [0, 0])),
+    "named": (named, numbers(6), np.array([5, -1, 0, 1]), lambda x, i: 2 * x[np.maximum(i, 0)]),
     "own": (own, np.array([2, 0, 1, 1]), numbers(6), lambda i, x: x[2 * i]),
 }
 

@@ -170,6 +170,8 @@ PUT_RIGHT = {
 OF_COMPLEX_TOO = (
     _aten._linalg_check_errors.default,
     _aten.as_strided_scatter.default,
+    _aten.index_add.default,
+    _aten.index_copy.default,
     _aten.index_fill.int_Scalar,
     _aten.index_fill.int_Tensor,
     _aten.linalg_matrix_exp.default,

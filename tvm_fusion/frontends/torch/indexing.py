@@ -18,8 +18,9 @@ from torch import fx
 from tvm import relax, tirx
 
 from ...errors import FrontendError
-from .importer import Importer, bound_arguments, size_of
+from .importer import Importer, Size, bound_arguments, size_of
 from .operators import Converter
+from .written.known_indices import is_never_negative
 
 
 def _index(importer: Importer, node: fx.Node) -> relax.Expr:
@@ -36,7 +37,7 @@ def _index(importer: Importer, node: fx.Node) -> relax.Expr:
     if None in extents:
         return importer._index_tensor(node)
     numbers = [
-        _counted_from_start(importer, given[axis], extent)
+        counted_from_start(importer, given[axis], extent)
         for axis, extent in zip(axes, extents, strict=True)
     ]
     if len(axes) == 1:
@@ -93,7 +94,7 @@ def _known_place(
     return relax.const(np.where(inside, merged, -1), "int64")
 
 
-def _counted_from_start(importer: Importer, index: fx.Node, extent: int) -> relax.Expr:
+def counted_from_start(importer: Importer, index: fx.Node, extent: int) -> relax.Expr:
     """An index of PyTorch as one that is not negative, of int64."""
     number = importer.cast(importer.value_of(index), "int64")
     known = importer.known_values.get(index)
@@ -103,6 +104,24 @@ def _counted_from_start(importer: Importer, index: fx.Node, extent: int) -> rela
     negative = importer.emit(relax.op.less(number, relax.const(0, "int64")))
     wrapped = importer.emit(relax.op.add(number, relax.const(extent, "int64")))
     return importer.emit(relax.op.where(negative, wrapped, number))
+
+
+def never_counted_back(importer: Importer, index: fx.Node, extent: Size) -> relax.Expr:
+    """An index of an operator to which one below 0 is out of range, for one of TVM that counts it
+    from the end.
+    """
+    number = importer.value_of(index)
+    if is_never_negative(index):
+        return number
+    dtype = str(number.ty.dtype)
+    known = importer.known_values.get(index)
+    if known is not None and isinstance(extent, int):
+        place = known.numpy()
+        return relax.const(np.where(place < 0, place - extent, place), dtype)
+    negative = importer.emit(relax.op.less(number, relax.const(0, dtype)))
+    beyond = relax.const(extent, dtype) if isinstance(extent, int) else relax.prim_value(extent)
+    beyond = importer.emit(relax.op.subtract(number, beyond))
+    return importer.emit(relax.op.where(negative, beyond, number))
 
 
 def given_extent(x: relax.Expr, axis: int) -> int | None:
@@ -123,7 +142,7 @@ def _take(importer: Importer, node: fx.Node) -> relax.Expr:
     if not isinstance(count, int):
         raise FrontendError("take from a tensor of symbolic size: give its sizes as numbers")
     flat = importer.emit(relax.op.reshape(x, [count]))
-    return taken(importer, flat, _counted_from_start(importer, args["index"], count), 0)
+    return taken(importer, flat, counted_from_start(importer, args["index"], count), 0)
 
 
 def _unfold(importer: Importer, node: fx.Node) -> relax.Expr:

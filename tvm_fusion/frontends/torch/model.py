@@ -64,7 +64,7 @@ from .refusals import OperatorsRefused, origin_of, stopped_export
 from .slices import merge_equal_splits
 from .special import two_variables
 from .value_checks import READS_VALUES, no_values_read
-from .written import writes
+from .written import scatters, writes
 from .written.writes import (
     refuse_other_sizes,
     refuse_writes_into_constants,
@@ -89,6 +89,7 @@ CONVERTERS = {
     **loops.CONVERTERS,
     **two_variables.CONVERTERS,
     **slices.CONVERTERS,
+    **scatters.CONVERTERS,
     **writes.CONVERTERS,
 }
 

@@ -20,8 +20,6 @@ import torch
 from torch import fx
 from tvm import relax, sym, tirx
 
-from tvm_fusion.errors import FrontendError
-
 from .importer import Importer, Size, bound_arguments, size_of
 
 Converter = Callable[["Importer", fx.Node], relax.Expr]
@@ -316,31 +314,6 @@ def _cat(importer: Importer, node: fx.Node) -> relax.Expr:
     return values[0] if len(values) == 1 else importer.emit(relax.op.concat(values, args["dim"]))
 
 
-def _scattered(importer: Importer, node: fx.Node) -> relax.Expr:
-    """scatter_add, and scatter_reduce with what was there before: at each index, in order."""
-    args = bound_arguments(node)
-    kind = args.get("reduce", "sum")
-    if kind not in _SCATTERED or not args.get("include_self", True):
-        raise FrontendError(
-            f"scatter_reduce by {kind!r}, or without the elements that are there: use another"
-        )
-    x, index = (importer.value_of(args[name]) for name in ("self", "index"))
-    source = importer.operand(args["src"], str(x.ty.dtype))
-    sizes = args["index"].meta["val"].shape
-    for axis, size in enumerate(sizes):  # of the source only as much is read as there are indices
-        if size != args["src"].meta["val"].shape[axis]:
-            source = span(importer, source, axis, 0, size_of(size, importer.symbols))
-    dtype, reduction = str(x.ty.dtype), _SCATTERED[kind]
-    if dtype == "bool":  # a sum is true where one is, a product where all are
-        x, source = (importer.cast(y, "int8") for y in (x, source))
-        reduction = "max" if reduction in ("add", "max") else "min"
-    result = relax.op.scatter_elements(x, index, source, args["dim"], reduction)
-    return importer.cast(importer.emit(result), dtype)
-
-
-_SCATTERED = {"sum": "add", "prod": "mul", "amax": "max", "amin": "min"}
-
-
 def _permute(importer: Importer, node: fx.Node) -> relax.Expr:
     return importer.permute(importer.value_of(node.args[0]), node.args[1])
 
@@ -413,8 +386,6 @@ CONVERTERS: dict[str, Converter] = {
     "addcmul.default": _added(relax.op.multiply),
     "addcdiv.default": _added(relax.op.divide),
     "cat.default": _cat,
-    "scatter_add.default": _scattered,
-    "scatter_reduce.two": _scattered,
     "div.Tensor_mode": _rounded_division,
     "atan2.default": _arithmetic(relax.op.atan2),
     "maximum.default": _arithmetic(relax.op.maximum),

@@ -108,7 +108,7 @@ class _Data:
         self.written: set[Var] = set()
         stores = [(tirx.BufferStore, lambda node: self.written.add(node.buffer))]
         tvm_ffi.structural_walk(func.body, stores)
-        kinds = [(tirx.Bind, self._bind), (s_tir.SBlockRealize, self._block)]
+        kinds = [(tirx.Bind, self._bind), (Let, self._let), (s_tir.SBlockRealize, self._block)]
         kinds += [(kind, self._access) for kind in (TensorLoad, tirx.BufferStore)]
         kinds += [(kind, self._division) for kind in DIVISIONS]
         tvm_ffi.structural_walk(func.body, kinds, order="pre")
@@ -130,6 +130,10 @@ class _Data:
         self.names.add(node.var)
         if not any(load.source in self.written for load in _loads(self.written_out(node.value))):
             self.values[node.var] = node.value
+
+    def _let(self, node: Let) -> None:
+        if node.value in self:
+            self.names.add(node.var)
 
     def _block(self, node: s_tir.SBlockRealize) -> None:
         pairs = zip(node.block.iter_vars, node.iter_values, strict=True)
@@ -201,7 +205,7 @@ class _Guards:
         if isinstance(stmt, tirx.Bind):
             found = list(self.checks(stmt.value))
             if is_integer(dtype_of(stmt.value)):
-                self.analyzer.bind(stmt.var, stmt.value)
+                self.analyzer.bind(stmt.var, stmt.value, allow_override=True)
             return stmt, found
         if isinstance(stmt, tirx.Evaluate):
             return stmt, list(self.checks(stmt.value))
@@ -254,8 +258,11 @@ class _Guards:
             return
         if isinstance(expr, Let):
             yield from self.checks(expr.value)
+            if is_integer(dtype_of(expr.value)):
+                self.analyzer.bind(expr.var, expr.value, allow_override=True)
+            value = _without_lets(expr.value)
             for check in self.checks(expr.body):  # stands outside of what the variable is known in
-                known = substitute(check.condition, {expr.var: expr.value})
+                known = self.data.written_out(substitute(check.condition, {expr.var: value}))
                 yield _Check(known, check.kind, check.message)
             return
         try:
@@ -311,6 +318,12 @@ class _Dropping(_Guards):
             return made, []
         inside = conjunction(*(c.condition for c in checks if c.kind == "OutOfRange"))
         return made if inside is None else tirx.IfThenElse(inside, made, None), []
+
+
+def _without_lets(expr: Expr) -> Expr:
+    """An expression that may stand in several places: a variable is bound in one only."""
+    opened = (Let, lambda let: substitute(let.body, {let.var: let.value}))
+    return tvm_ffi.structural_map(expr, [opened])
 
 
 def _ends(index: Expr) -> list[Expr]:

@@ -1,8 +1,11 @@
 """Operators that write at places which are data, as scatters that add, multiply or take the
-greatest, which are converted (`operators`).
+greatest, which are converted.
 
     scatter_reduce(x, 0, i, y, "mean", include_self=False)
       ->  x' = 0 where i writes;  scatter_add(x', 0, i, y) / scatter_add(0, 0, i, 1)
+
+To a scatter an index below 0 is out of range, as it is to `index_copy` and `index_add`; those of
+`index_put`, `index_fill` and `put` count from the end.
 """
 
 from __future__ import annotations
@@ -12,9 +15,66 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
+from tvm import relax, sym
+
+from tvm_fusion.errors import FrontendError
+
+from ..importer import Importer, bound_arguments, size_of
+from ..indexing import never_counted_back
+from ..operators import Converter, span
 
 _aten = torch.ops.aten
 Tensor = torch.Tensor
+
+
+def _scattered(importer: Importer, node: fx.Node) -> relax.Expr:
+    """Scatters that replace, and those that reduce with what was there: at each index, in order."""
+    args = bound_arguments(node)
+    kind = args.get("reduce", "sum" if node.target is _aten.scatter_add.default else None)
+    if kind not in _SCATTERED or not args.get("include_self", True):
+        raise FrontendError(
+            f"scatter_reduce by {kind!r}, or without the elements that are there: use another"
+        )
+    x, axis = importer.value_of(args["self"]), args["dim"]
+    shape, is_number = list(x.ty.shape), x.ty.ndim == 0
+    if is_number:
+        x, axis, shape = importer.emit(relax.op.reshape(x, [1])), 0, [1]
+    index = never_counted_back(importer, args["index"], shape[axis])
+    sizes = [size_of(n, importer.symbols) for n in args["index"].meta["val"].shape] or [1]
+    dtype, reduction = str(x.ty.dtype), _SCATTERED[kind]
+    if "value" in args:
+        source = importer.emit(relax.op.broadcast_to(relax.const(args["value"], dtype), sizes))
+    else:
+        source = _first_of(importer, importer.operand(args["src"], dtype), sizes)
+    index, source = (
+        y if y.ty.ndim == len(sizes) else importer.emit(relax.op.reshape(y, sizes))
+        for y in (index, source)
+    )
+    if dtype == "bool" and kind is not None:  # a sum is true where one is, a product where all are
+        x, source = (importer.cast(y, "int8") for y in (x, source))
+        reduction = "max" if reduction in ("add", "max") else "min"
+    result = importer.emit(relax.op.scatter_elements(x, index, source, axis, reduction))
+    result = importer.emit(relax.op.reshape(result, [])) if is_number else result
+    return importer.cast(result, dtype)
+
+
+def _first_of(importer: Importer, source: relax.Expr, sizes: Sequence[Any]) -> relax.Expr:
+    """Of the source only as much is read as there are indices."""
+    for axis, (has, size) in enumerate(zip(source.ty.shape, sizes, strict=False)):
+        if not sym.Analyzer().can_prove_equal(has, size):
+            source = span(importer, source, axis, 0, size)
+    return source
+
+
+_SCATTERED = {None: "update", "sum": "add", "prod": "mul", "amax": "max", "amin": "min"}
+
+CONVERTERS: dict[str, Converter] = {
+    "scatter.src": _scattered,
+    "scatter.value": _scattered,
+    "scatter_add.default": _scattered,
+    "scatter_reduce.two": _scattered,
+}
 
 
 def _first_value(reduce: str, dtype: torch.dtype) -> Any:
@@ -81,6 +141,46 @@ def _scatter_value(x: Tensor, dim: int, index: Tensor, value: Any, *, reduce: st
 def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
     flat = x.reshape(-1).index_put([index.reshape(-1)], source.reshape(-1), accumulate)
     return flat.reshape(x.shape)
+
+
+def _written_along(operator: Any) -> Callable[..., Any]:
+    """`index_copy` or `index_add` as itself, with an index of one axis, of a tensor of one axis or
+    more; of complex numbers and of symbolic sizes as `index_put`.
+    """
+
+    def written(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Any:
+        if alpha != 1:
+            source = source * alpha
+        if x.ndim == 0:
+            rows = (x.reshape(1), 0, index.reshape(1), source.reshape(1))
+            return operator(*rows).reshape(())
+        if index.ndim == 0:
+            return operator(x, dim, index.reshape(1), source.reshape(-1) if x.ndim == 1 else source)
+        sizes = (*x.shape, *index.shape, *source.shape)
+        if x.is_complex() or any(isinstance(n, torch.SymInt) for n in sizes):
+            place = torch.where(index < 0, index - x.shape[dim], index)
+            indices = [None] * (dim % x.ndim) + [place]
+            return _aten.index_put(x, indices, source, operator is _aten.index_add.default)
+        return NotImplemented if alpha == 1 else operator(x, dim, index, source)
+
+    return written
+
+
+def _max_unpool(x: Tensor, indices: Tensor, output_size: Sequence[int], *_: Any) -> Tensor:
+    """Each channel's values at places of that channel's image."""
+    rank = len(output_size)
+    shape = [*x.shape[: x.ndim - rank], *output_size]
+    flat = x.new_zeros([*shape[: x.ndim - rank], math.prod(output_size)])
+    return flat.scatter(-1, indices.flatten(-rank), x.flatten(-rank)).reshape(shape)
+
+
+def _one_hot(index: Tensor, num_classes: int = -1) -> Any:
+    """Compared with all classes, behind a look for it among them: one that is none is an error."""
+    if num_classes <= 0:
+        return NotImplemented
+    classes = torch.arange(num_classes, device=index.device)
+    found = classes.index_select(0, index.reshape(-1)).reshape(index.shape)
+    return (found.unsqueeze(-1) == classes).to(torch.int64)
 
 
 def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
@@ -217,9 +317,14 @@ SCATTERS: dict[Any, Callable[..., Any]] = {
     _aten.histc.default: _histc,
     _aten.histogram.bin_ct: _histogram,
     _aten.histogram.bins_tensor: _histogram_of_edges,
+    _aten.index_add.default: _written_along(_aten.index_add.default),
+    _aten.index_copy.default: _written_along(_aten.index_copy.default),
     _aten.index_reduce.default: _index_reduce,
     _aten.masked_scatter.default: _masked_scatter,
+    _aten.max_unpool2d.default: _max_unpool,
+    _aten.max_unpool3d.default: _max_unpool,
     _aten.nonzero_static.default: _nonzero_static,
+    _aten.one_hot.default: _one_hot,
     _aten.put.default: _put,
     _aten.scatter.reduce: _scatter,
     _aten.scatter.value_reduce: _scatter_value,

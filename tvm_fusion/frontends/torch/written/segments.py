@@ -41,13 +41,17 @@ def _embedding_bag(
     begins = offsets[:count]
     rows = torch.arange(indices.shape[0], device=weight.device)
     bags = torch.searchsorted(begins.to(torch.int64), rows, right=True) - 1
-    counted = (indices != padding_idx).to(torch.int64)
+    counted = torch.ones_like(indices, dtype=torch.int64)
+    if padding_idx >= 0:
+        counted = (indices != padding_idx).to(torch.int64)
     sizes = torch.zeros(count, dtype=torch.int64, device=weight.device)
     sizes = sizes.scatter_add(0, bags, counted)
+    chosen = wide(weight) if mode != MAX else weight
+    chosen = chosen.index_select(0, indices)  # an index below 0 is out of range
     if mode == MAX:
-        result, places = _greatest_of_bags(weight[indices], bags, counted, sizes)
+        result, places = _greatest_of_bags(chosen, bags, counted, sizes)
         return result, bags, sizes, torch.where(places < 0, 0, indices[places.clamp(min=0)])
-    given = wide(weight)[indices] * counted[:, None]
+    given = chosen * counted[:, None]
     if per_sample_weights is not None:
         given = given * per_sample_weights[:, None]
     result = given.new_zeros(count, weight.shape[1])

@@ -19,9 +19,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
@@ -35,13 +36,15 @@ from tvm_fusion.errors import FrontendError
 
 from ....transform.lower.ordered_writes import DISTINCT_ATTR
 from ..importer import Importer, bound_arguments
+from ..indexing import counted_from_start, taken
 from ..operators import Converter
 from ..refusals import place_of
-from .distinct import are_distinct
+from .known_indices import are_distinct
 
 _log = logging.getLogger(__name__)
 _aten = torch.ops.aten
-WRITES = (_aten.index_put.default, _aten.index_put_.default)
+ALONG_AN_AXIS = (_aten.index_copy.default, _aten.index_add.default)
+WRITES = (_aten.index_put.default, _aten.index_put_.default, *ALONG_AN_AXIS)
 
 
 def refuse_writes_into_repeats(program: torch.export.ExportedProgram, where: str) -> None:
@@ -173,9 +176,20 @@ def chain_of_writes(last: fx.Node) -> list[fx.Node]:
     return [node, *reversed(found)]
 
 
+def _arguments_of_put(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a write, as those of `index_put`."""
+    args = bound_arguments(node)
+    if node.target in ALONG_AN_AXIS:
+        axis = args["dim"] % node.meta["val"].ndim
+        args["indices"] = [*[None] * axis, args["index"]]
+        args["values"] = args["source"]
+        args["accumulate"] = node.target is _aten.index_add.default
+    return args
+
+
 def _is_plain(node: fx.Node) -> bool:
     """Whether a write is one that is handled here."""
-    args = bound_arguments(node)
+    args = _arguments_of_put(node)
     tensors = [node.meta["val"], args["values"].meta["val"]]
     tensors += [i.meta["val"] for i in args["indices"] if i is not None]
     whole = all(not t.dtype.is_floating_point and t.dtype != torch.bool for t in tensors[2:])
@@ -195,6 +209,7 @@ class Write:
     values : shape of the values, which broadcast.
     adds : whether the values are added to what is there.
     distinct : whether no two values are written to one element.
+    wraps : whether an index below 0 counts from the end, and is not out of range.
     """
 
     shape: tuple[int, ...]
@@ -203,6 +218,7 @@ class Write:
     values: tuple[int, ...]
     adds: bool = False
     distinct: bool = False
+    wraps: bool = True
 
     def written(self, old: Expr, value: Expr) -> Expr:
         """What stands where a value was written."""
@@ -242,7 +258,7 @@ class Write:
                 found.append(rest.pop(0))
                 continue
             value = load(number, broadcast(points, index[0])).astype("int64")
-            found.append(tirx.Select(value < 0, value + extent, value))
+            found.append(tirx.Select(value < 0, value + extent, value) if self.wraps else value)
             number += 1
         return found
 
@@ -291,7 +307,7 @@ def _long(extents: Sequence[int]) -> list[Expr]:
 
 
 def _chosen(write: Write, x: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
-    """x with the values at one position: a choice at every element."""
+    """x with the values at one position: a choice at every element. A position below 0 is none."""
     *indices, values = tensors
 
     def at(*index):
@@ -306,8 +322,26 @@ def _chosen(write: Write, x: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
     return te.compute(write.shape, at, name="write")
 
 
+def _position(importer: Importer, index: fx.Node, extent: int, wraps: bool) -> relax.Expr:
+    """One position along an axis; -1 where it is out of range. It is looked for among all that
+    there are, so that a CPU raises OutOfRange: a choice alone would read and write nothing.
+    """
+    known = importer.known_values.get(index)
+    if known is not None:
+        place = known.numpy().astype("int64")
+        place = np.where(place < 0, place + extent, place) if wraps else place
+        return relax.const(np.where((place >= 0) & (place < extent), place, -1), "int64")
+    if wraps:
+        number = counted_from_start(importer, index, extent)
+    else:
+        number = importer.cast(importer.value_of(index), "int64")
+    found = taken(importer, relax.const(np.arange(extent), "int64"), number, 0)
+    inside = importer.emit(relax.op.equal(found, number))
+    return importer.emit(relax.op.where(inside, number, relax.const(-1, "int64")))
+
+
 def _index_put(importer: Importer, node: fx.Node) -> relax.Expr:
-    args = bound_arguments(node)
+    args = _arguments_of_put(node)
     if any(_is_mask(i) for i in args["indices"]):
         return _put_by_mask(importer, args)
     if not _is_plain(node):
@@ -329,6 +363,7 @@ def _index_put(importer: Importer, node: fx.Node) -> relax.Expr:
         _extents(values),
         args["accumulate"],
         are_distinct(*_indexed(args["indices"], _extents(x))),
+        node.target not in ALONG_AN_AXIS,
     )
     operands = [x, *(i for i in given if i is not None), values]
     builder = importer.block_builder
@@ -336,8 +371,11 @@ def _index_put(importer: Importer, node: fx.Node) -> relax.Expr:
         function = builder.add_func(write_function(write, in_place=True), "write")
         return importer.emit(relax.op.call_tir_inplace(function, operands, [0], x.ty))
     if math.prod(write.points) == 1:
+        pairs = zip(*_indexed(args["indices"], write.shape), strict=True)
+        operands[1:-1] = [_position(importer, i, n, write.wraps) for i, n in pairs]
+        chosen = replace(write, wraps=False)
         return builder.emit_te(
-            lambda *tensors: _chosen(write, *tensors), *operands, primfunc_name_hint="write"
+            lambda *tensors: _chosen(chosen, *tensors), *operands, primfunc_name_hint="write"
         )
     function = builder.add_func(write_function(write, in_place=False), "write")
     return importer.emit(relax.op.call_tir(function, operands, x.ty))
@@ -415,4 +453,6 @@ def _extents(x: relax.Expr) -> tuple[int, ...]:
 CONVERTERS: dict[str, Converter] = {
     "index_put.default": _index_put,
     "index_put_.default": _index_put,
+    "index_copy.default": _index_put,
+    "index_add.default": _index_put,
 }

@@ -1,11 +1,16 @@
-"""Which places a tensor of indices names once at most, known from the graph that makes it.
+"""What is known of a tensor of indices from the graph that makes it: that it names a place once at
+most, that it names none from the end.
 
 position = arange(n) + start         n neighbours, whatever `start` is
 cache[:, :, position] = new          no two values meet in an element: any order will do
+
+experts = topk(scores, 2)[1]         none is below 0, and none has to be looked at for that
+counts.scatter_add(0, experts, ones)
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -98,3 +103,44 @@ def _count(node: object) -> int | None:
         return 1
     shape = _shape(node)
     return None if shape is None else torch.Size(shape).numel()
+
+
+# ---- Indices that are not negative.
+
+_PLACES = (
+    _aten.argmax.default,
+    _aten.argmin.default,
+    _aten.argsort.default,
+    _aten.searchsorted.Tensor,
+)
+_WITH_PLACES = (
+    _aten.kthvalue.default,
+    _aten.max.dim,
+    _aten.min.dim,
+    _aten.sort.default,
+    _aten.sort.stable,
+    _aten.topk.default,
+)
+_OF_ITS_ELEMENTS = (
+    *_KEPT,
+    _aten.expand.default,
+    _aten.gather.default,
+    _aten.index.Tensor,
+    _aten.index_select.default,
+    _aten.permute.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
+)
+"""Each element of their results is one of their first argument."""
+
+
+def is_never_negative(node: fx.Node) -> bool:
+    """Whether no element of an index is below 0, whatever the inputs are."""
+    while node.target in _OF_ITS_ELEMENTS and _is_wide(node):
+        node = node.args[0]
+    if node.target is operator.getitem:
+        return node.args[0].target in _WITH_PLACES and node.args[1] == 1
+    if node.target is _aten.clamp.default:
+        low = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
+        return isinstance(low, int) and low >= 0 and _is_wide(node)
+    return node.target in _PLACES
