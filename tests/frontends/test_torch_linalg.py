@@ -61,3 +61,24 @@ def test_factors_of_indefinite_matrices_have_lapacks_pivots(size):
     assert (torch.linalg.ldl_factor(symmetric)[1] < 0).any() == (size > 1)
     check(function, symmetric, torch.randn(3, size, 2, dtype=torch.float64))
     check(torch.linalg.ldl_factor_ex, torch.zeros(size, size))
+
+
+def test_eigenvalues_of_any_real_matrix():
+    """Their order is not determined, nor the signs of the vectors: what both make is."""
+
+    def function(a, defective):
+        values, vectors = torch.linalg.eig(a)
+        others = torch.linalg.eigvals(defective)
+        residual = a.to(vectors.dtype) @ vectors - vectors * values.unsqueeze(-2)
+        largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
+        return (
+            residual.abs() + 1, vectors[0].abs().square().sum(-2), largest.imag[0] + 1,
+            values.real.sort(-1)[0], values.imag.sort(-1)[0], others.abs(),
+            ((values.imag > 0)[..., :-1] == (values.imag < 0)[..., 1:]).sum(-1),
+        )  # fmt: skip
+
+    cycle = torch.eye(6).roll(1, 0)  # on which steps without other shifts go in circles
+    turn = torch.block_diag(torch.tensor([[0.0, -2.0], [2.0, 0.0]]), torch.randn(4, 4).triu())
+    matrices = torch.stack([torch.randn(6, 6), cycle, turn, torch.randn(6, 6).tril()])
+    check(function, matrices.double(), torch.ones(5, 5).triu(1))
+    check(torch.linalg.eig, torch.zeros(0, 0))

@@ -37,6 +37,7 @@ from ..memory_formats import formats_of
 from . import (
     bits,
     ctc,
+    eigenvalues,
     images,
     indefinite,
     indexing,
@@ -80,6 +81,7 @@ CONVERTERS = {
     **operators.CONVERTERS,
     **bits.CONVERTERS,
     **ctc.CONVERTERS,
+    **eigenvalues.CONVERTERS,
     **orders.CONVERTERS,
     **products.CONVERTERS,
     **images.CONVERTERS,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .composites import known
+from .eigenvalues import eig
 
 _aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -287,6 +288,7 @@ SOLVERS: dict[Any, Callable[..., Any]] = {
     _aten.cholesky_inverse.default: _cholesky_inverse,
     _aten.cholesky_solve.default: _cholesky_solve,
     _aten.linalg_cholesky.default: _cholesky,
+    _aten.linalg_eig.default: eig,
     _aten.linalg_inv.default: _inverse,
     _aten.linalg_inv_ex.default: _inverse_ex,
     _aten.linalg_ldl_factor.default: _ldl_factor,
