@@ -8,8 +8,10 @@ _pins.check()
 
 from . import transform  # noqa: E402
 from .calibrate.cpu.host_profile import host_profile  # noqa: E402
+from .check.index_checks import of_saved  # noqa: E402
 from .config.targets import calibrate_host_by  # noqa: E402
 from .host.logs import configure  # noqa: E402
+from .runtime.calls.compiled_module import check_indices_by  # noqa: E402
 from .transform.lower.state_of_threads import hold_state_by_thread  # noqa: E402
 
 
@@ -18,4 +20,5 @@ def register() -> None:
     configure()
     hold_state_by_thread()
     calibrate_host_by(host_profile)
+    check_indices_by(of_saved)
     transform.register()

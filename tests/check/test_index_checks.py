@@ -5,10 +5,14 @@ import pytest
 import tvm
 from tvm import relax, tirx
 from tvm.relax import op
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
 
 import tvm_fusion
+from tvm_fusion.check import index_checks
 from tvm_fusion.check.compiled import _takes
-from tvm_fusion.check.index_checks import VARIABLE, IndexChecks
+from tvm_fusion.check.index_checks import VARIABLE, IndexChecks, of_saved
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import OutOfRange
 from tvm_fusion.ir.origins import Origin
@@ -123,9 +127,101 @@ def test_each_call_is_checked_before_it_runs():
     mod, right, _ = CASES["take"]
     compiled, seen = tvm_fusion.compile(mod, "llvm", verify=False), []
     compiled.index_checks = lambda arguments: seen.append([x.shape for x in arguments])
+    bound = compiled.bind(*values(X), right)
+    assert not seen
+    bound()
     for _ in range(3):
         compiled(*values(X), right)
-    assert seen == [[(3, 5), (3, 2)]] * 3
+    assert seen == [[(3, 5), (3, 2)]] * 4
+
+
+@pytest.mark.parametrize("name", ["gather", "computed"])
+def test_a_module_keeps_its_checks_when_it_is_saved(name, monkeypatch, tmp_path):
+    mod, right, axis = CASES[name]
+    compiled = tvm_fusion.compile(mod, LLVM, verify=False)
+    compiled.index_checks = IndexChecks.of(mod, LLVM)
+    compiled.save(tmp_path / "model.so")
+    assert tvm_fusion.CompiledModule.load(tmp_path / "model.so").index_checks is None
+    again = of_saved(compiled.index_checks.to_json(), LLVM)
+    assert again is None  # nobody asks for them, and a CPU raises by itself
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setattr(index_checks, "RAISE_BY_THEMSELVES", ())
+    loaded = tvm_fusion.CompiledModule.load(tmp_path / "model.so")
+    loaded.index_checks(tensors(*values(X), right))
+    with pytest.raises(OutOfRange, match=rf"{axis}elements, is out of range .*a GPU reads"):
+        loaded(*values(X), np.where(OUT == 8, OUT, right))
+    assert loaded.facts()["index_checks"] == compiled.facts()["index_checks"]
+
+
+def test_a_module_that_was_saved_without_checks_says_so(monkeypatch, caplog):
+    monkeypatch.setenv(VARIABLE, "1")
+    hw = load_profile("nvidia_h100").to_target()
+    assert of_saved(None, hw) is None
+    assert "saved without TVM_FUSION_CHECK_INDICES=1" in caplog.text
+
+
+@I.ir_module
+class Calling:
+    @R.function(private=True)
+    def rows(x: R.Tensor((3, 5), "float32"), i: R.Tensor((2,), "int64")):
+        j = R.add(i, R.const(1, "int64"))
+        y = R.take(x, j, axis=0)
+        return y
+
+    @R.function
+    def main(x: R.Tensor((3, 5), "float32"), i: R.Tensor((2,), "int64")):
+        cls = Calling
+        y: R.Tensor((2, 5), "float32") = cls.rows(x, i)
+        return y
+
+
+@I.ir_module
+class Branching:
+    @R.function
+    def main(
+        x: R.Tensor((3, 5), "float32"), i: R.Tensor((2,), "int64"), yes: R.Tensor((), "bool")
+    ) -> R.Tensor((2, 5), "float32"):
+        if yes:  # noqa: SIM108 (it is Relax)
+            j = R.add(i, R.const(1, "int64"))
+        else:
+            j = i
+        z = R.take(x, j, axis=0)
+        y = R.add(z, R.take(x, i, axis=0))
+        return y
+
+
+@I.ir_module
+class Writing:
+    @R.function
+    def main(x: R.Tensor((3, 5), "float32"), i: R.Tensor((2,), "int64")):
+        cls = Writing
+        with R.dataflow():
+            j = R.add(i, R.const(1, "int64"))
+            w = R.call_tir_inplace(
+                cls.shift, (x,), inplace_indices=[0], out_ty=R.Tensor((3, 5), "float32")
+            )
+            y = R.take(w, j, axis=0)
+            R.output(y)
+        return y
+
+    @T.prim_func(private=True, s_tir=True)
+    def shift(x: T.Buffer((3, 5), "float32")):
+        for n, k in T.grid(3, 5):
+            x[n, k] = x[n, k] + T.float32(1)
+
+
+@pytest.mark.parametrize(
+    ("mod", "wrong"), [(Calling, [0, 2]), (Branching, [0, 3]), (Writing, [0, 2])]
+)
+def test_functions_that_are_called_and_what_is_beside_branches_and_writes_is_checked(mod, wrong):
+    checks = IndexChecks.of(mod, LLVM)
+    x, right = np.ones((3, 5), "float32"), np.array([0, 1])
+    rest = [np.array(False)] if mod is Branching else []
+    given = tensors(x, right, *rest)
+    checks(given)
+    np.testing.assert_array_equal(given[0].numpy(), x)
+    with pytest.raises(OutOfRange, match="along axis 0, which has 3 elements"):
+        checks(tensors(x, np.array(wrong), *rest))
 
 
 def test_inputs_that_a_gpu_would_read_clipped_are_not_checked_on():

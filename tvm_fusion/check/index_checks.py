@@ -10,14 +10,18 @@ reads them: an index that is drawn from scores is that of this device, not of a 
 
 `TVM_FUSION_CHECK_INDICES=1` has it done before each call of what is compiled for a GPU, `verify`
 does it to the inputs that it draws. Without either nothing is built, and a call costs what it did.
+What is compiled with the variable keeps its checks when it is saved (`to_json`), and does them
+where it is loaded with the variable. Functions of Relax that `main` calls are read as part of it.
 
-Does not handle: indices in branches and in functions that `main` calls, sizes that are data, models
-that write into their inputs, and what a function reads of its own results. They are logged.
+Does not handle: indices in branches and in functions that call themselves, those that are made of
+what a branch gives or of an input as the model has written it, sizes that are data, and what a
+function reads of its own results. They are logged.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,17 +31,23 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import relax, tirx
-from tvm.ir import Call, Expr, Op, Var
+from tvm.ir import Call, Expr, GenericConst, Op, Var
 
 from ..errors import OutOfRange
 from ..frontends.finish import first_line
 from ..ir.blocks import substitute
 from ..ir.origins import Origins
+from ..ir.weights import with_values
 from ..runtime.build.guards import may_refuse
 from ..runtime.build.lone_checks import LoneChecks, lone_checks
 from ..runtime.calls.signature import function_of
 from ..runtime.calls.written_inputs import written_inputs
-from ..transform.functions.functions import has_branches
+from ..transform.functions.functions import (
+    expressions_of,
+    has_branches,
+    is_opaque,
+    with_functions,
+)
 from ..transform.functions.unique_names import UniqueNames
 from ..transform.lower.drop_empty import DropEmpty
 from ..transform.lower.places import reads_at_indices
@@ -48,7 +58,9 @@ from .reference import to_argument
 
 logger = logging.getLogger(__name__)
 
+RAISE_BY_THEMSELVES = ("llvm",)
 VARIABLE = "TVM_FUSION_CHECK_INDICES"
+MOST_BYTES = 1 << 26  # of weights that are saved with checks
 MOST_POINTS = 1 << 21  # of all loops that compute indices, for a check that nobody asked for
 
 _CALL_TIR = Op.get("relax.call_tir")
@@ -59,6 +71,11 @@ _QUICK = tvm.target.Target({"kind": "llvm", "opt-level": 0})
 def wanted() -> bool:
     """Whether calls are to be checked, as the environment says."""
     return os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
+def wanted_for(target: tvm.target.Target) -> bool:
+    """Whether calls of what is compiled for a target are to be."""
+    return wanted() and target.kind.name not in RAISE_BY_THEMSELVES
 
 
 def quick_checks(mod: tvm.IRModule, target: tvm.target.Target) -> IndexChecks | None:
@@ -77,17 +94,23 @@ class _Site:
     ----------
     name : str
         Of the operator, with its place in the model.
-    checks : LoneChecks
+    func : PrimFunc
+        Its checks (`runtime.build.lone_checks`).
     tensors : tuple of Expr
-        What its checks take.
+        What they take.
     sizes : tuple of Expr
         And the sizes behind them, in those of `main`.
     """
 
     name: str
-    checks: LoneChecks
+    func: tirx.PrimFunc
     tensors: tuple[Expr, ...]
     sizes: tuple[Expr, ...]
+
+    @property
+    def symbol(self) -> str:
+        """The name of the function."""
+        return str(self.func.attrs["global_symbol"])
 
 
 class IndexChecks:
@@ -100,17 +123,19 @@ class IndexChecks:
     """
 
     def __init__(
-        self, mod: tvm.IRModule, sites: Sequence[_Site], target: tvm.target.Target
+        self,
+        cut: tvm.IRModule,
+        sites: Sequence[_Site],
+        computed: Sequence[Expr],
+        target: tvm.target.Target,
     ) -> None:
-        self._target = target
-        self._params = list(mod["main"].params)
+        """`cut` computes the places that are `computed`, in their order."""
+        self._cut, self._computed, self._target = cut, computed, target
+        self._params = list(cut["main"].params)
         self._sites = sites
-        alone = tvm.IRModule({s.checks.func.attrs["global_symbol"]: s.checks.func for s in sites})
+        alone = tvm.IRModule({site.symbol: site.func for site in sites})
         self._library = tvm.compile(alone, _QUICK)
-        places = dict.fromkeys(place for site in sites for place in site.tensors)
-        computed = [place for place in places if place not in self._params]
-        self._low = plain_module(_cut(mod, computed), target) if computed else None
-        self._computed = computed
+        self._low = plain_module(cut, target) if computed else None
         self.points = 0 if self._low is None else points_of_run(self._low)
         self._run: Callable[..., Any] | None = None
 
@@ -121,13 +146,15 @@ class IndexChecks:
         """Of `main` of a Relax module that is compiled for a target; None where no index is data,
         or can be checked.
         """
-        if has_branches(mod["main"]) or written_inputs(mod):
-            logger.info("indices are not checked: the model has branches, or writes into inputs")
-            return None
         try:
-            mod = _indices_opened(mod)
-            sites = _sites(mod, origins or {})
-            return cls(mod, sites, target) if sites else None
+            mod = _indices_opened(_in_one_function(mod))
+            sites, params = _sites(mod, origins or {}), set(mod["main"].params)
+            cut, computed = _computing(mod, sites)
+            if written_inputs(cut) or has_branches(cut["main"]):
+                logger.info("indices made of branches or of inputs that are written: not checked")
+                sites = [site for site in sites if params.issuperset(site.tensors)]
+                cut, computed = _computing(mod, sites)
+            return cls(cut, sites, computed, target) if sites else None
         except Exception as error:  # TVM raises whatever an operator's legalization raises
             logger.warning("indices are not checked: %s", first_line(error))
             return None
@@ -156,7 +183,7 @@ class IndexChecks:
     def _look(self, sites: Sequence[_Site], given: dict[Expr, Any], sizes: dict[Var, Expr]) -> None:
         for site in sites:
             tensors = [given[place].copyto(_CPU) for place in site.tensors]
-            check = self._library[site.checks.func.attrs["global_symbol"]]
+            check = self._library[site.symbol]
             try:
                 check(*tensors, *(_size(extent, sizes) for extent in site.sizes))
             except OutOfRange as error:
@@ -167,6 +194,31 @@ class IndexChecks:
         device = tvm.runtime.device_from_target(self._target)
         self([to_argument(x, device=device) for x in inputs])
 
+    def to_json(self) -> str | None:
+        """What `of_saved` takes; None where large weights are needed to compute indices."""
+        if sum(map(_bytes, expressions_of(self._cut["main"], GenericConst))) > MOST_BYTES:
+            logger.warning("checks of indices are not saved: these are made of large weights")
+            return None
+        places = [*self._params, *self._computed]
+        sites = [
+            [s.name, s.func, [places.index(place) for place in s.tensors], list(s.sizes)]
+            for s in self._sites
+        ]
+        parts = [with_values(self._cut), len(self._computed), sites]
+        return tvm.ir.save_json(tvm_ffi.convert(parts))
+
+    @classmethod
+    def of_saved(cls, text: str, target: tvm.target.Target) -> IndexChecks:
+        """What `to_json` gave, for the same target."""
+        cut, count, saved = tvm.ir.load_json(text)
+        computed = [relax.Var(f"place{number}") for number in range(int(count))]
+        places = [*cut["main"].params, *computed]
+        sites = [
+            _Site(str(name), func, tuple(places[int(i)] for i in tensors), tuple(sizes))
+            for name, func, tensors, sizes in saved
+        ]
+        return cls(cut, sites, computed, target)
+
     def _compute(self, arguments: Sequence[Any]) -> Sequence[Any]:
         if self._low is None:
             return ()
@@ -175,6 +227,11 @@ class IndexChecks:
             device = tvm.runtime.device_from_target(self._target)
             self._run = function_of(machine, "main", device)
         return self._run(*arguments)
+
+
+def _bytes(constant: GenericConst) -> int:
+    bits = tvm.DataType(str(constant.ty.dtype)).bits
+    return math.prod(int(extent) for extent in constant.ty.shape) * bits // 8
 
 
 def _told(error: OutOfRange) -> str:
@@ -189,7 +246,38 @@ def _reach(tensors: Sequence[Any]) -> str:
     return f"{told}; a GPU reads the nearest element there, and writes nothing"
 
 
+def of_saved(text: str | None, target: tvm.target.Target) -> IndexChecks | None:
+    """The checks of a module that is loaded, from what was saved with it; None where they are not
+    wanted, or where there are none.
+    """
+    if not wanted_for(target):
+        return None
+    if text is None:
+        logger.warning("indices are not checked: the module was saved without %s=1", VARIABLE)
+        return None
+    return IndexChecks.of_saved(text, target)
+
+
 # ---- The calls that read or write at indices, and what they are made of.
+
+
+def _in_one_function(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module whose `main` has what functions of Relax that it calls compute."""
+    functions = {}
+    for gvar, func in public(mod).functions_items():
+        if isinstance(func, relax.Function) and gvar.name_hint != "main" and not is_opaque(func):
+            func = func.without_attr("global_symbol")
+        functions[gvar] = func
+    passes = [relax.transform.InlinePrivateFunctions(), relax.transform.Normalize()]
+    return tvm.transform.Sequential(passes)(with_functions(mod, functions))
+
+
+def _computing(mod: tvm.IRModule, sites: Sequence[_Site]) -> tuple[tvm.IRModule, list[Expr]]:
+    """The module that gives what sites take and a caller does not give, and what that is."""
+    params = set(mod["main"].params)
+    places = dict.fromkeys(place for site in sites for place in site.tensors)
+    computed = [place for place in places if place not in params]
+    return _cut(mod, computed), computed
 
 
 def _indices_opened(mod: tvm.IRModule) -> tvm.IRModule:
@@ -267,7 +355,7 @@ def _sites(mod: tvm.IRModule, origins: Origins) -> list[_Site]:
             name = gvar.name_hint + (f" ({at})" if at else "")
             tensors = tuple(arguments[i] for i in checks.given)
             sizes = tuple(_sizes_in(mod[gvar], arguments, checks.sizes))
-            found.append(_Site(name, checks, tensors, sizes))
+            found.append(_Site(name, checks.func, tensors, sizes))
     return found
 
 

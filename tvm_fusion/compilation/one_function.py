@@ -258,7 +258,7 @@ def tell(
     compiled.report = report
     compiled.signature = compiled.signature.in_formats(planned.formats)
     compiled.follow(convention)
-    if index_checks.wanted() and planned.target.kind.name != "llvm":
+    if index_checks.wanted_for(planned.target):
         compiled.index_checks = IndexChecks.of(planned.mod, planned.target, planned.source.origins)
     observe_built(made, lambda: report(compiled))
 

@@ -92,8 +92,8 @@ class CompiledModule:
         What checks found, set by the compiler; None where none were made and after `load`.
     index_checks : callable or None
         Looks at the arguments of a call before it runs, and raises OutOfRange; set by the compiler
-        for a GPU where `TVM_FUSION_CHECK_INDICES` asks for it. `bind` does without, and so does a
-        module that was loaded.
+        for a GPU where `TVM_FUSION_CHECK_INDICES` asks for it, and by `load` of what was compiled
+        so.
     lock : held while a call runs on the host
     memory : MemoryPlan or None
         Device memory that a call takes, by symbolic extents; None for a file of an older version.
@@ -127,6 +127,7 @@ class CompiledModule:
         self.verification: Any = None
         self.told: Any = None  # what the report takes beside the plan, set by the compiler
         self.index_checks: Callable[[Sequence[Any]], None] | None = None
+        self._saved_checks: str | None = None  # of `index_checks`, as they were loaded
         self.memory: MemoryPlan | None = built and built.memory
         self.lock = threading.Lock() if beside is None else beside.lock
         self._beside = beside
@@ -326,12 +327,12 @@ class CompiledModule:
     def bind(self, *inputs: Any) -> Callable[[], Any]:
         """Check and convert inputs once, and return a function that runs this one on them.
 
-        It neither checks nor converts nor locks: for timing, and for loops over fixed buffers. Its
-        outputs are TVM tensors, those in channels_last with strides. With `cuda_graph` it launches
-        a graph of its own over these very inputs, on TVM's current stream, and every call
-        overwrites the outputs of the one before. An input that it writes to must need no copy, or
-        InputError is raised. What stays between calls is read as it is now, and new values are
-        outputs.
+        It neither checks (but for `index_checks`) nor converts nor locks: for timing, and for loops
+        over fixed buffers. Its outputs are TVM tensors, those in channels_last with strides. With
+        `cuda_graph` it launches a graph of its own over these very inputs, on TVM's current stream,
+        and every call overwrites the outputs of the one before. An input that it writes to must
+        need no copy, or InputError is raised. What stays between calls is read as it is now, and
+        new values are outputs.
         """
         inputs = self._given(inputs)
         kind, _ = self.check(inputs)
@@ -340,7 +341,15 @@ class CompiledModule:
         refuse_copies(self.signature, self.writes, inputs, arguments)
         main, formats = self._main, self.signature.formats
         call = self._graph_mode.bound(self, arguments) or (lambda: main(*arguments))
+        call = call if self.index_checks is None else self._checked(call, arguments)
         return call if formats is None else lambda: returned(formats, call())
+
+    def _checked(self, call: Callable[[], Any], arguments: Sequence[Any]) -> Callable[[], Any]:
+        def checked() -> Any:
+            self.index_checks(arguments)
+            return call()
+
+        return checked
 
     def _given(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """A caller's inputs as the signature has them."""
@@ -461,8 +470,13 @@ class CompiledModule:
             "uncapturable": self.uncapturable,
             "writes": self.writes,
             "own": self.own,
+            "index_checks": self._text_of_checks(),
             "convention": self._source and self._source.convention.to_json(),
         }
+
+    def _text_of_checks(self) -> str | None:
+        to_json = getattr(self.index_checks, "to_json", None)
+        return self._saved_checks if to_json is None else to_json()
 
     @property
     def _all_parameters(self) -> Signature:
@@ -531,11 +545,23 @@ class CompiledModule:
         module.uncapturable = meta.get("uncapturable", "it was saved by an older version")
         module.writes = tuple(map(int, meta.get("writes", ())))
         module.own = tuple(map(bool, meta.get("own", ())))
+        module._saved_checks = meta.get("index_checks")
+        for checks_of in _readers_of_checks:
+            module.index_checks = checks_of(module._saved_checks, target)
         if meta.get("convention"):
             values, names = read_state(path), meta["convention"]["state"]
             kept = {int(number): values[n] for n, number in names.items() if n in values}
             module.follow(Convention.from_json(meta["convention"], kept))
         return module
+
+
+Checks = Callable[[Sequence[Any]], None]
+_readers_of_checks: list[Callable[[str | None, tvm.target.Target], Checks | None]] = []
+
+
+def check_indices_by(find: Callable[[str | None, tvm.target.Target], Checks | None]) -> None:
+    """Says what reads `index_checks` as they were saved: it stands above what it computes with."""
+    _readers_of_checks.append(find)
 
 
 def _flat(result: Any) -> list[Any]:
