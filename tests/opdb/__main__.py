@@ -34,6 +34,7 @@ from tvm_fusion.tuning.measure.processes import Answer
 from ..benchmarks.record import cpu_name
 from ..support.answers import ONE_THREAD, answers
 from . import DTYPES, OUTCOMES, exceptions, judge
+from .earlier import Earlier
 from .exceptions import Entry
 from .samples import entries
 
@@ -43,6 +44,7 @@ DYNAMO = "torch.compile"
 INSIDE = ", no operator of a graph outside our parts"
 WHOLE = f"{INSIDE}, no graph break"
 KEPT_S = 10.0  # results are written so often
+VERSIONS = {name: metadata.version(name) for name in ("torch", "apache-tvm")}
 ENVIRONMENT = {**ONE_THREAD, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     listed = exceptions.read()
     if args.through == DYNAMO:
         listed = exceptions.not_refused(listed)
-    return _tell(found.result(), found.rows, listed)
+    return _tell(found.result(), listed)
 
 
 def _ask(args: argparse.Namespace, chosen: Sequence[Entry], found: _Found) -> None:
@@ -87,24 +89,21 @@ class _Found:
     def __init__(self, args: argparse.Namespace, chosen: Sequence[Entry]) -> None:
         self.args, self.chosen = args, chosen
         self.rows: dict[Entry, dict[str, Any]] = {}
-        self._earlier = [json.loads(path.read_text(encoding="utf-8")) for path in args.inductor_of]
-        self._by_inductor = {
-            (row["operator"], row["dtype"]): row["inductor"]
-            for result in self._earlier
-            for row in result["rows"]
-            if row.get("inductor", {"outcome": "timeout"})["outcome"] != "timeout"
-        }
+        self._earlier = Earlier(args.inductor_of, args.onto)
+        if self._earlier.versions not in (None, VERSIONS):
+            raise SystemExit(f"--onto {args.onto}: made with {self._earlier.versions}")
         self._begun = self._kept = time.monotonic()
 
     def add(self, entry: Entry, answer: Answer) -> None:
         self.rows[entry] = row = _row(*entry, answer)
-        if entry in self._by_inductor and row["outcome"] != "not judged":
-            row["inductor"] = self._by_inductor[entry]
+        if entry in self._earlier.by_inductor and row["outcome"] != "not judged":
+            row["inductor"] = self._earlier.by_inductor[entry]
         self._told(row)
 
     def asks_inductor(self, entry: Entry) -> bool:
         """Whether an entry is judged, and no earlier run has an answer."""
-        return self.rows[entry]["outcome"] != "not judged" and entry not in self._by_inductor
+        known = entry in self._earlier.by_inductor
+        return self.rows[entry]["outcome"] != "not judged" and not known
 
     def add_inductor(self, entry: Entry, answer: Answer) -> None:
         row = _row(*entry, answer)
@@ -121,16 +120,16 @@ class _Found:
 
     def result(self) -> dict[str, Any]:
         """All rows so far, in the order of the database, and what they come to."""
-        rows = [self.rows[entry] for entry in self.chosen if entry in self.rows]
-        given = zip(self.args.inductor_of, self._earlier, strict=True)
+        own = {entry: self.rows[entry] for entry in self.chosen if entry in self.rows}
+        rows = self._earlier.with_new(own)
         return {
             "device": _device(self.args.target),
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
             "command": shlex.join(["python", *sys.orig_argv[1:]]),
-            "versions": {name: metadata.version(name) for name in ("torch", "apache-tvm")},
+            "versions": VERSIONS,
             "target": self.args.target,
             "through": self.args.through,
-            "inductor of": [{"file": str(path)} | _said(result) for path, result in given],
+            **self._earlier.facts(own),
             "seconds": round(time.monotonic() - self._begun, 1),
             "counts": _counts(rows, self.args.dtypes, self.args.through == DYNAMO),
             "rows": rows,
@@ -141,11 +140,6 @@ class _Found:
         self._kept = time.monotonic()
         if self.args.out is not None:
             self.args.out.write_text(json.dumps(self.result(), indent=1) + "\n", encoding="utf-8")
-
-
-def _said(result: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier result says of how it was made."""
-    return {key: result[key] for key in ("device", "date", "command", "versions")}
 
 
 def _device(target: str) -> str:
@@ -220,9 +214,7 @@ def _right_by_inductor(row: dict[str, Any]) -> bool:
     return row.get("inductor", {}).get("outcome") == "right"
 
 
-def _tell(
-    found: dict[str, Any], rows: dict[Entry, dict], listed: dict[Entry, tuple[str, str]]
-) -> int:
+def _tell(found: dict[str, Any], listed: dict[Entry, tuple[str, str]]) -> int:
     for dtype, counts in found["counts"].items():
         said = {what: n for what, n in counts.items() if n and INSIDE not in what}
         print(f"{dtype}: " + ", ".join(f"{n} {what}" for what, n in said.items()))
@@ -234,7 +226,7 @@ def _tell(
                 if counts.get(theirs) and f"{theirs} and here{kind}" in counts:
                     share = counts[f"{theirs} and here{kind}"] / counts[theirs]
                     print(f"{dtype}: {share:.1%} of {theirs} are right here{kind}")
-    outcomes = {entry: row["outcome"] for entry, row in rows.items()}
+    outcomes = {(row["operator"], row["dtype"]): row["outcome"] for row in found["rows"]}
     worse, better = exceptions.deviations(outcomes, listed)
     for line in better:
         print(f"better than listed: {line}")
@@ -285,6 +277,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="an earlier result: entries that inductor answered in time are not asked for again",
     )
+    add("--onto", type=Path, help="an earlier result, whose other entries stay in this one")
     add("--out", type=Path, help="a file for all rows, as JSON")
     return parser
 
