@@ -123,6 +123,19 @@ def test_padding_with_zeros_only_moves(value, moves):
     assert padded.blocks[0].moves == moves
 
 
+@pytest.mark.parametrize(("factor", "moves"), [(1.0, True), (2.0, False)])
+def test_what_picks_elements_of_several_tensors_only_moves(factor, moves):
+    x, y = (te.placeholder((8,), "float32") for _ in range(2))
+
+    def picked(i):
+        other = y[i - 4] if factor == 1.0 else y[i - 4] * factor
+        return tirx.if_then_else(i < 4, x[i], other)
+
+    (block,) = read_prim_func(te.create_prim_func([x, y, te.compute((8,), picked)])).blocks
+    assert block.moves == moves
+    assert all(read.guarded for read in block.reads)
+
+
 def test_what_rounds_does_not_only_move():
     def rounded(x):
         return te.compute(x.shape, lambda i: x[i].astype("float16").astype("float32"))

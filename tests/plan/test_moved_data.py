@@ -57,6 +57,66 @@ def test_the_convolution_is_the_only_kernel(emit, device):
     assert launches(emit, device, dtype=dtype) == ["convolution"]
 
 
+PARTS = (2, 10, 12, 64), (2, 20, 24, 64), (96, 3, 3, 128)
+
+
+def joined(bb, *parts):
+    return bb.emit(op.concat(parts, 3))
+
+
+def launches_of_parts(emit, device, *shapes) -> list[str]:
+    dtype = "float32" if device == "llvm" else HALF
+    mod = module(emit, *((shape, dtype) for shape in shapes))
+    return [group.kernel_class for group in plan_of(mod, device).plan.groups]
+
+
+@pytest.mark.parametrize("device", ["h200", "a100", "llvm"])
+@pytest.mark.parametrize(
+    "emit",
+    [
+        lambda bb, x, y, w: conv(bb, joined(bb, twice(bb, x), y), w),
+        lambda bb, x, y, w: op.nn.relu(conv(bb, joined(bb, y, y), w, strides=2)),
+    ],
+    ids=["one enlarged", "two, relu"],
+)
+def test_parts_of_a_concatenation_are_read_where_they_lie(emit, device):
+    assert launches_of_parts(emit, device, *PARTS) == ["convolution"]
+
+
+@pytest.mark.parametrize("device", ["h200", "a100"])
+def test_parts_that_one_memory_can_hold_are_written_there(device):
+    """The kernels that compute them do so for nothing, and the last one reads one tensor."""
+
+    def emit(bb, x, w, v, u):
+        y = bb.emit(op.nn.relu(conv(bb, x, w)))
+        z = bb.emit(op.nn.relu(conv(bb, y, v)))
+        return conv(bb, joined(bb, y, z), u)
+
+    shapes = (2, 20, 24, 64), *((64, 3, 3, n) for n in (64, 64, 128))
+    assert launches_of_parts(emit, device, *shapes).count("join") == 1
+
+
+def test_groups_of_channels_read_one_tensor():
+    def emit(bb, x, y, w):
+        return conv(bb, joined(bb, twice(bb, x), y), w, groups=2)
+
+    assert len(launches_of_parts(emit, "h200", *PARTS[:2], (96, 3, 3, 64))) == 2
+
+
+def test_data_that_is_computed_of_a_concatenation_is_written():
+    def emit(bb, x, y, w):
+        return conv(bb, bb.emit(op.nn.silu(joined(bb, twice(bb, x), y))), w)
+
+    assert len(launches_of_parts(emit, "h200", *PARTS)) == 2
+
+
+def test_images_one_behind_the_other_are_written():
+    def emit(bb, x, y, w):
+        return conv(bb, bb.emit(op.concat([x, y], 0)), w)
+
+    assert len(launches_of_parts(emit, "h200", DATA, DATA, WEIGHTS)) == 2
+
+
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("device", ["h200", "llvm"])
 def test_lines_and_volumes_are_padded_on_their_way(rank, device):

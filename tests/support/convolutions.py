@@ -24,7 +24,8 @@ class Conv:
     """A convolution: `sizes`, `kernel`, ... have a number for each dimension that it slides along;
     `padding` has all numbers before, then all behind; `channels`, `filters` are of all groups.
     `repeats` enlarges the data by repeating its elements, then `zeros` pads it, in operators of
-    their own.
+    their own. With `parts` it is a concatenation of tensors with so many channels, of which only
+    the first one is enlarged and padded.
     """
 
     sizes: tuple[int, ...]
@@ -47,6 +48,7 @@ class Conv:
     exact: bool = False
     repeats: tuple[int, ...] = ()
     zeros: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         rank = len(self.sizes)
@@ -70,8 +72,16 @@ class Conv:
 
     @property
     def data_shape(self) -> tuple[int, ...]:
-        named = dict(zip("DHW"[-self.rank :], self.sizes, strict=True))
-        named |= {"N": self.batch, "C": self.channels}
+        return self._part_shape(self.sizes, self.parts[0] if self.parts else self.channels)
+
+    @property
+    def further_parts(self) -> list[tuple[int, ...]]:
+        """Shapes of the parts of the data behind the first one."""
+        return [self._part_shape(self.inner_sizes, channels) for channels in self.parts[1:]]
+
+    def _part_shape(self, sizes: tuple[int, ...], channels: int) -> tuple[int, ...]:
+        named = dict(zip("DHW"[-self.rank :], sizes, strict=True))
+        named |= {"N": self.batch, "C": channels}
         return tuple(named[c] for c in self.data_layout)
 
     @property
@@ -130,6 +140,9 @@ class Conv:
         if self.prologue:
             x = bb.emit(op.nn.silu(x))
         x = self._enlarged(bb, x)
+        if self.parts:
+            further = more[len(self.extra) :]
+            x = bb.emit(op.concat([x, *further], self.data_layout.index("C")))
         y = bb.emit(getattr(op.nn, name)(x, w, **options))
         if self.epilogue == "none":
             return y
@@ -176,16 +189,20 @@ class Conv:
 
     def func(self) -> tirx.PrimFunc:
         """The fused PrimFunc."""
-        shapes = [self.data_shape, self.weight_shape, *self.extra]
-        func = fuse(_with_tuples(self.emit), *((s, self.dtype) for s in shapes))
+        func = fuse(_with_tuples(self.emit), *((s, self.dtype) for s in self._shapes))
         return mark_constants(func, [1]) if self.constant else func
+
+    @property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """Of all inputs."""
+        return [self.data_shape, self.weight_shape, *self.extra, *self.further_parts]
 
     def arrays(self, seed: int = 0) -> list[np.ndarray]:
         """Inputs, equal in every run."""
         rng = np.random.default_rng(seed)
         terms = np.prod(self.kernel) * self.channels / self.groups
         found = []
-        for i, shape in enumerate([self.data_shape, self.weight_shape, *self.extra]):
+        for i, shape in enumerate(self._shapes):
             scale = 1 / np.sqrt(terms) if i == 1 else 1.0
             found.append((scale * rng.standard_normal(shape)).astype(numpy_dtype(self.dtype)))
         return found
@@ -195,7 +212,7 @@ class Conv:
         x, w, *more = (a.astype("float64") for a in arrays)
         if self.prologue:
             x = x / (1 + np.exp(-x))
-        y = self._convolved(x, w)
+        y = self._convolved(x, w, more[len(self.extra) :])
         if self.epilogue == "relu":
             y = np.maximum(y, 0)
         elif self.epilogue == "silu":
@@ -211,14 +228,16 @@ class Conv:
                 return [z] if self.epilogue == "residual" else [y, z]
         return [y]
 
-    def _convolved(self, x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    def _convolved(self, x: np.ndarray, w: np.ndarray, further: list[np.ndarray]) -> np.ndarray:
         """The convolution, tap by tap."""
         space = "DHW"[-self.rank :]
-        x = x.transpose([self.data_layout.index(c) for c in "NC" + space])
+        order = [self.data_layout.index(c) for c in "NC" + space]
+        x = x.transpose(order)
         for d in range(self.rank):
             widths = [(0, 0)] * x.ndim
             widths[2 + d] = self.zeros[d], self.zeros[self.rank + d]
             x = np.pad(x.repeat(self.repeats[d], 2 + d), widths)
+        x = np.concatenate([x, *(part.transpose(order) for part in further)], 1)
         first = "IO" if self.transposed else "OI"
         w = w.transpose([self.weight_layout.index(c) for c in first + space])
         sizes = self.output_sizes
@@ -359,3 +378,14 @@ def moved_convolution(seed: int) -> Conv:
         repeats=repeats,
         zeros=zeros,
     )
+
+
+def joined_convolution(seed: int) -> Conv:
+    """As `moved_convolution`, of a concatenation whose first part only is enlarged and padded."""
+    conv, rng = moved_convolution(seed), random.Random(2000 + seed)
+    parts = tuple(rng.choice((2, 3, 8, 13, 24, 64)) for _ in range(rng.choice((2, 2, 2, 3))))
+    if rng.random() < 0.4:
+        conv = replace(conv, sizes=conv.inner_sizes, repeats=(), zeros=())
+    filters = conv.filters // conv.groups
+    conv = replace(conv, filters=filters, groups=1, prologue=False)
+    return replace(conv, parts=parts, channels=sum(parts))

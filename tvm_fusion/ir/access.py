@@ -125,7 +125,7 @@ class Block:
     `functions` are the special functions by name (divisions of `counts` are not among them), and
     `conversions` those between floating-point types, which belong to a load or a store and count as
     no work of an operator. `scales`: it multiplies what it reads by a number, and nothing else;
-    `moves`: each point is an element that it reads, or zero where a condition says so.
+    `moves`: each point is an element that it reads, of one of its reads or zero as conditions say.
     """
 
     name: str

@@ -414,13 +414,19 @@ def _is_scaling(e) -> bool:
 
 
 def _is_move(e) -> bool:
-    """A load, zero where a condition says so, maybe widened on the way."""
+    """A load, or one of several as conditions say, zero where they say so, maybe widened on the
+    way.
+    """
+    if op_name(e) != "if_then_else":
+        return _is_moved_load(e)
+    _, chosen, other = e.args
+    zero = _strip_casts(other)
+    is_zero = isinstance(zero, (tirx.IntImm, tirx.FloatImm)) and zero.value == 0
+    return _is_move(chosen) and (is_zero or _is_move(other))
+
+
+def _is_moved_load(e) -> bool:
     dtype = str(e.ty.dtype)
-    while op_name(e) == "if_then_else":
-        _, e, other = e.args
-        zero = _strip_casts(other)
-        if not isinstance(zero, (tirx.IntImm, tirx.FloatImm)) or zero.value != 0:
-            return False
     while isinstance(e, tirx.Cast):
         if str(e.ty.dtype) not in (dtype, *_WIDER.get(dtype, ())):
             return False

@@ -133,7 +133,8 @@ def _plain_load(expr: Expr) -> TensorLoad | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """``accumulator = sum over the axes k of a * b``.
+    """``accumulator = sum over the axes k of a * b``, together with other products of a segment
+    that have this accumulator.
 
     `dtype` is the dtype of the sum while it runs (float32 for half precision) and of the
     placeholder; `stored_dtype` is the one the unfused graph stores it in, or rounds it to wherever

@@ -1,11 +1,13 @@
 """Which blocks are convolutions, and which before them only tell where data lies, by access maps.
 
 resize2d(x) -> pad(x) -> convolution        x[n, (y + r - 1) // 2, (x + s - 1) // 2, c], or 0
+concat(x, y) -> convolution                 x[..., c] for c < 64, y[..., c - 64] from there on
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from ...ir.access import Access, Affine, Block, Index, Irregular
 from ...ir.graph import Op
@@ -33,9 +35,28 @@ def _has_window(block: Block, read: Access) -> bool:
     )
 
 
-def moved_before(group: GroupView, anchor: Op, repeats: bool) -> frozenset[int]:
+MOST_PARTS = 4
+"""Parts of a concatenation that a kernel has code for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor that holds some of the channels of a convolution's data; `repeats` elements of the
+    data, side by side, are one of its own.
+    """
+
+    tensor: int
+    channels: int
+    repeats: int
+
+
+def moved_before(
+    group: GroupView, anchor: Op, repeats: Callable[[int | None], bool]
+) -> frozenset[int]:
     """The tensors between a convolution's operator and its data that hold nothing but the data:
-    padded with zeros, cut, or (with `repeats`) enlarged by repeating elements along windows.
+    padded with zeros, cut, enlarged by repeating elements along windows, or parts of it one behind
+    the other along the channels. `repeats` says whether enlarged data is taken: a part of so many
+    channels, or with None the whole of it.
     """
     convolution = next(filter(is_convolution, anchor.blocks), None)
     if convolution is None or not _is_static(convolution):
@@ -43,35 +64,102 @@ def moved_before(group: GroupView, anchor: Op, repeats: bool) -> frozenset[int]:
     data, weights = data_and_weights(convolution)
     strides = _strides(convolution, data, weights)
     own = {id(block) for block in anchor.blocks}
-    found = set()
-    for tensor, block, read in _in_front(group, data.tensor):
-        divides = any(isinstance(index, Irregular) for index in read.index)
-        if id(block) in own:
-            if divides:
-                break  # a transposed convolution: zeros between elements
-            continue
-        if (divides and not repeats) or not _only_moves(group, block, read, strides):
-            break
-        found.add(tensor)
+    found: set[int] = set()
+
+    def walk(tensor: int, channels: int | None) -> None:
+        block = group.writer_of.get(tensor)
+        if block is None:
+            return
+        divides = any(isinstance(i, Irregular) for read in block.reads for i in read.index)
+        is_own = id(block) in own
+        if len(block.reads) == 1 and (not is_own or not divides):
+            taken = is_own or (
+                (not divides or repeats(channels))
+                and _only_moves(group, block, block.reads[0], strides)
+            )
+            if taken:
+                found.update(() if is_own else (tensor,))
+                walk(block.reads[0].tensor, channels)
+        elif channels is None and not is_own:
+            parts = _parts(group, block, _channel_dim(convolution, data, weights))
+            found.update([tensor] if parts else ())
+            for part, size in parts:
+                walk(part, size)
+
+    walk(data.tensor, None)
     return frozenset(found) - set(group.outputs)
 
 
-def repeats_of(group: GroupView, tensor: int) -> int:
-    """How many elements of a convolution's data are one in memory, side by side."""
-    found = 1
-    for *_, read in _in_front(group, tensor):
-        for index in read.index:
-            if isinstance(index, Irregular) and not read.guarded:
-                found *= index.repeats
-    return found
+def parts_of(group: GroupView, block: Block) -> tuple[Part, ...]:
+    """The parts of a concatenation that a convolution's data is within its group; none where it is
+    no concatenation.
+    """
+    data, weights = data_and_weights(block)
+    tensor, repeats = source_of(group, data.tensor)
+    joined = group.writer_of.get(tensor)
+    parts = () if joined is None else _parts(group, joined, _channel_dim(block, data, weights))
+    sources = [(size, *source_of(group, part)) for part, size in parts]
+    return tuple(Part(source, size, repeats * times) for size, source, times in sources)
 
 
-def _in_front(group: GroupView, tensor: int) -> Iterator[tuple[int, Block, Access]]:
-    """The blocks of one read each that make a tensor, the last one first, with what they make."""
+def source_of(group: GroupView, tensor: int) -> tuple[int, int]:
+    """What a tensor is made of by blocks of one read each, and how many elements of it, side by
+    side, are one there.
+    """
+    repeats = 1
     while (block := group.writer_of.get(tensor)) is not None and len(block.reads) == 1:
         (read,) = block.reads
-        yield tensor, block, read
+        for index in read.index:
+            if isinstance(index, Irregular) and not read.guarded:
+                repeats *= index.repeats
         tensor = read.tensor
+    return tensor, repeats
+
+
+def _channel_dim(block: Block, data: Access, weights: Access) -> int | None:
+    """The dimension of the data that holds the channels, where all filters read all of them."""
+    slides, reduced = set(block.spatial), set(block.reduced)
+    if data.axes & weights.axes & slides:
+        return None
+    plain = [
+        dim
+        for dim, index in enumerate(data.index)
+        if isinstance(index, Affine) and index.single_axis in reduced
+    ]
+    return plain[0] if len(plain) == 1 else None
+
+
+def _parts(group: GroupView, block: Block, dim: int | None) -> tuple[tuple[int, int], ...]:
+    """The tensors, with their sizes, that a block puts one behind the other along a dimension;
+    nothing where it does anything else.
+
+    Each point reads one of them under a condition. They are as long together as the result, and one
+    begins where another one ends, so that no point can read any other.
+    """
+    if dim is None or not block.moves or not 1 < len(block.reads) <= MOST_PARTS:
+        return ()
+    at = block.writes[0].index
+    found, start = [], 0
+    for read in sorted(block.reads, key=lambda read: -_shift(read.index[dim : dim + 1])):
+        shape = group.graph.tensors[read.tensor].shape
+        if len(read.index) != len(at) or not all(isinstance(n, int) for n in shape):
+            return ()
+        if shape[dim] == 1:
+            return ()  # no axis
+        index, here = read.index[dim], at[dim]
+        shifted = isinstance(index, Affine) and isinstance(here, Affine) and read.guarded
+        if not shifted or (index.coefficients, -index.constant) != (here.coefficients, start):
+            return ()
+        if any(i != j for d, (i, j) in enumerate(zip(read.index, at, strict=True)) if d != dim):
+            return ()
+        found.append((read.tensor, shape[dim]))
+        start += shape[dim]
+    whole = group.graph.tensors[block.writes[0].tensor].shape
+    return tuple(found) if start == whole[dim] else ()
+
+
+def _shift(index: tuple[Index, ...]) -> int:
+    return index[0].constant if index and isinstance(index[0], Affine) else 0
 
 
 def _is_static(block: Block) -> bool:

@@ -51,7 +51,8 @@ def computes_data(
 ) -> bool:
     """Whether wgmma can take the data of a convolution's block as it is computed."""
     phases = sizes.expansion * sizes.repeats
-    plain = sizes.groups == phases == 1 < sizes.filters and sizes.dtype in HALF_DTYPES
+    one = sizes.groups == phases == 1 and not sizes.parts
+    plain = one and sizes.filters > 1 and sizes.dtype in HALF_DTYPES
     whole_boxes = sizes.channels_last and sizes.channels % TMA_CHANNELS == 0
     if hw.arch != "sm_90a" or not plain or not whole_boxes:
         return False

@@ -15,6 +15,7 @@ such as a function of it, is told as an expression of where it lies.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -51,6 +52,7 @@ from ..program.expr import (
     variables,
 )
 from .ranges import Linear, Ranges, floored, linear_of
+from .sources import Geometry, Source, cuts_of, decided, put_together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +79,9 @@ class Convolution:
         Read at axes as they are, see `weight_dims`.
     weight_dims : tuple
         For each dimension of the weights, the axes that index it, the outer one first.
+    sources : tuple of Source
+        The parts that the data is put together of along the channels; none where it is one tensor.
+        `windows` and `data` then are those of the whole.
     is_depthwise : bool
         Whether each filter has a channel of its own, so that there is no axis of channels or
         groups: `channel_dim` is indexed by the filter. See `by_channels`.
@@ -92,6 +97,7 @@ class Convolution:
     coordinates: tuple[Var, ...]
     weights: Operand
     weight_dims: tuple[tuple[Axis, ...], ...]
+    sources: tuple[Source, ...] = ()
     is_depthwise: bool = False
 
     @property
@@ -168,7 +174,8 @@ def _merged(convolution: Convolution) -> Convolution | None:
     if len(convolution.windows) < 2:
         return None
     *others, above, last = convolution.windows
-    plain = all(w.axis is not None and w.reads_all for w in (above, last))
+    pairs = [convolution.windows[-2:], *(s.windows[-2:] for s in convolution.sources)]
+    plain = all(w.axis is not None and w.reads_all for pair in pairs for w in pair)
     if not plain or last.dim != above.dim + 1:
         return None
     segment, size = convolution.segment, constant(last.size, INDEX)
@@ -188,17 +195,27 @@ def _merged(convolution: Convolution) -> Convolution | None:
         m=group(segment.m),
         n=group(segment.n),
     )
-    at = convolution.coordinates[last.dim]
-    where = {
-        convolution.coordinates[above.dim]: tirx.FloorDiv(at, size),
-        at: tirx.FloorMod(at, size),
-    }
+
+    def moved(data: Expr, coordinates: Sequence[Var]) -> Expr:
+        at = coordinates[last.dim]
+        where = {coordinates[above.dim]: tirx.FloorDiv(at, size), at: tirx.FloorMod(at, size)}
+        return Put(where, Simplifier([Axis(at, both.extent)]))(data)
+
     window = replace(last, axis=both, high=both.extent, repeats=1)
     return replace(
         convolution,
         contraction=replace(convolution.contraction, segments=(segment,)),
         windows=(*others, window),
-        data=Put(where, Simplifier([Axis(at, both.extent)]))(convolution.data),
+        sources=tuple(
+            replace(
+                source,
+                windows=(*source.windows[:-2], window),
+                data=moved(source.data, source.coordinates),
+                placed=moved(source.placed, convolution.coordinates),
+            )
+            for source in convolution.sources
+        ),
+        data=moved(convolution.data, convolution.coordinates),
     )
 
 
@@ -332,9 +349,51 @@ class _Reader:
         self._turn_taps()
         dims = self._weight_dims()
         in_weights = {a.var for dim in dims for a in dim}
-        conditions, value = self._without_conditions(self.data.value)
         if self.data.bindings:
             raise Unsupported("data that is computed in several steps")
+        sources: tuple[Source, ...] = ()
+        cuts = cuts_of(self.data.value, self._linear, {v: self.axes[v] for v in self.reduced})
+        if cuts is None:
+            found = self._geometry(self.data.value, in_weights)
+        else:
+            channels, starts = cuts
+            ends = (0, *starts, int(channels.extent))
+            spans = itertools.pairwise(ends)
+            parts = [self._part(channels, *span, in_weights) for span in spans]
+            found, sources = put_together(channels, parts)
+        filters = [a for a in self.segment.space if a.var in in_weights and a is not found.group]
+        self._check_roles(found.windows, found.group, filters, found.channels)
+        contraction = replace(
+            self.contraction, segments=(replace(self.segment, products=(self.product,)),)
+        )
+        return Convolution(
+            contraction,
+            found.windows,
+            found.group,
+            filters[0] if filters else None,
+            found.channels,
+            found.channel_dim,
+            found.data,
+            found.coordinates,
+            self.weights,
+            dims,
+            sources,
+        )
+
+    def _part(self, channels: Axis, first: int, end: int, in_weights: set[Var]) -> Geometry:
+        """How the data is read at some of its channels."""
+        own = Axis(fresh_var("channel", INDEX), end - first)
+        others = [a for a in self.axes.values() if a is not channels]
+        reader = _Reader(self.contraction, self.data, self.weights)
+        reader.axes = {a.var: a for a in (*others, own)}
+        reader.reduced = (self.reduced - {channels.var}) | {own.var}
+        put = Put({channels.var: own.var + constant(first, INDEX)}, Simplifier([*others, own]))
+        value = decided(put(self.data.value))
+        return reader._geometry(value, (in_weights - {channels.var}) | {own.var})
+
+    def _geometry(self, value: Expr, in_weights: set[Var]) -> Geometry:
+        """How data is read that is `value` at all axes."""
+        conditions, value = self._without_conditions(value)
         ranges = Ranges(conditions, self._linear)
         load = self._primary(value)
         if any(self._linear(index) is None for index in load.indices) and not ranges.multiples:
@@ -365,23 +424,7 @@ class _Reader:
             for at, (_, _, repeats) in zip(coordinates, forms, strict=True)
         ]
         source = self._over(value, load.indices, places)
-        filters = [a for a in self.segment.space if a.var in in_weights and a is not group]
-        self._check_roles(windows, group, filters, channels)
-        contraction = replace(
-            self.contraction, segments=(replace(self.segment, products=(self.product,)),)
-        )
-        return Convolution(
-            contraction,
-            tuple(windows),
-            group,
-            filters[0] if filters else None,
-            channels,
-            channel_dim,
-            source,
-            coordinates,
-            self.weights,
-            dims,
-        )
+        return Geometry(tuple(windows), group, channels, channel_dim, source, coordinates)
 
     # ---- weights
 

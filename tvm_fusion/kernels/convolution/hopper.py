@@ -10,7 +10,9 @@
 A transposed convolution of stride 2 is four of stride 1, side by side in one launch: one for every
 other position along each window, with the taps that meet an element there. So is one of data that
 is enlarged twice by repeating its elements, with all taps, of which neighbours meet the same one.
-Everything behind the sums is the GEMM's own. See `gemm.hopper.model.Windows`.
+Of data that is put together of parts along its channels, a step's channels lie in one of them, and
+each part has windows of its own. Everything behind the sums is the GEMM's own. See
+`gemm.hopper.model.Windows`.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from ..gemm.hopper.model import (
     HopperProblem,
     HopperSegment,
     OperandView,
+    WindowPart,
     Windows,
 )
 from ..gemm.hopper.problem import in_boxes, without_residual
@@ -122,8 +125,8 @@ def emit_hopper(
     Unsupported
         For another architecture or dtype, data that is computed for groups or phases, or of what
         differs between positions, data whose channels are not contiguous or no multiples of 16
-        bytes, steps of more than 8 elements, one filter or channel a group, and what tensor maps of
-        5 dimensions cannot address.
+        bytes, parts of it that are no whole steps of channels, steps of more than 8 elements, one
+        filter or channel a group, and what tensor maps of 5 dimensions cannot address.
     """
     check_architecture(hw)
     return emit_problem(read_windows(convolution), config, hw)
@@ -152,15 +155,16 @@ def read_windows(convolution: Convolution, rims: bool = False) -> HopperProblem:
     if convolution.filters is None or convolution.channels is None:
         raise Unsupported("a convolution of one filter or one channel a group")
     dtype = _dtype(convolution)
-    starts = (range(min(w.expansion * w.repeats, w.size)) for w in convolution.windows)
+    apart = _apart(convolution)
+    starts = (range(min(n, w.size)) for n, w in zip(apart, convolution.windows, strict=True))
     if rims:
         _check_rims(convolution, dtype)
     parts = [_Part(convolution, at, dtype, rims).segment() for at in itertools.product(*starts)]
     if not all(part.residual for part in parts):
         parts = list(map(without_residual, parts))
     first = parts[0]
-    repeats = any(w.repeats > 1 for w in convolution.windows)
-    if first.prologue is not None and (rims or repeats or len(parts) > 1 or first.batch):
+    phases = math.prod(apart) > 1
+    if first.prologue is not None and (rims or phases or len(parts) > 1 or first.batch):
         raise Unsupported("data that is computed, for groups, phases or all taps of a step")
     return HopperProblem(
         convolution.contraction,
@@ -174,12 +178,44 @@ def read_windows(convolution: Convolution, rims: bool = False) -> HopperProblem:
     )
 
 
+def _apart(convolution: Convolution) -> tuple[int, ...]:
+    """How far apart positions of a phase are along each window.
+
+    Raises
+    ------
+    Unsupported
+        Parts of the data that are enlarged differently, each of them.
+    """
+    found = []
+    for i, window in enumerate(convolution.windows):
+        repeats = {s.windows[i].repeats for s in convolution.sources} or {window.repeats}
+        if len(repeats - {1}) > 1:
+            raise Unsupported("parts of data that are enlarged differently")
+        found.append(window.expansion * max(repeats))
+    return tuple(found)
+
+
+def _sources(convolution: Convolution) -> list[Convolution]:
+    """The convolution of each part of the data, or the one of all of it."""
+    return [
+        replace(
+            convolution,
+            windows=source.windows,
+            channels=source.channels,
+            data=source.data,
+            coordinates=source.coordinates,
+            sources=(),
+        )
+        for source in convolution.sources
+    ] or [convolution]
+
+
 def _dtype(convolution: Convolution) -> str:
     """The dtype of data and weights."""
-    data = Operand(convolution.data).load
+    data = [Operand(part.data).load for part in _sources(convolution)]
     weights = dtype_of(convolution.weights.load)
-    dtype = weights if data is None else dtype_of(data)
-    dtypes = {dtype, weights}
+    dtypes = {weights, *(dtype_of(load) for load in data if load is not None)}
+    dtype = weights if data[0] is None else dtype_of(data[0])
     if len(dtypes) != 1 or dtype not in OPERAND_KINDS or convolution.product.dtype != "float32":
         names = ", ".join(OPERAND_KINDS)
         raise Unsupported(f"tensor cores of this kernel take {names}, not {', '.join(dtypes)}")
@@ -187,9 +223,8 @@ def _dtype(convolution: Convolution) -> str:
 
 
 def _check_rims(convolution: Convolution, dtype: str) -> None:
-    windows = convolution.windows
-    steps = {(w.stride, w.expansion, w.repeats) for w in windows}
-    if steps != {(1, 1, 1)} or convolution.taps == 1:
+    steps = {(w.stride, w.expansion) for w in convolution.windows}
+    if steps != {(1, 1)} or math.prod(_apart(convolution)) > 1 or convolution.taps == 1:
         raise Unsupported("taps that do not read the same elements")
     if dtype in FLOAT8_DTYPES:
         raise Unsupported("8-bit floats, whose sums are promoted between steps")
@@ -204,7 +239,8 @@ class _Part:
 
     Attributes
     ----------
-    windows : Windows
+    windows : list of Windows
+        Of each part of the data.
     positions : list of Axis
         Along each window.
     """
@@ -219,18 +255,24 @@ class _Part:
         block_k = STEP_BYTES // bytes_of(dtype)
         channels = -(-convolution.channels_of_group // block_k) * block_k
         reduced = [o for o in convolution.segment.outputs if o.partial is not None]
-        if reduced and any(w.expansion * w.repeats > 1 for w in convolution.windows):
+        self.apart, self.sources = _apart(convolution), _sources(convolution)
+        if reduced and math.prod(self.apart) > 1:
             raise Unsupported("reductions of results that are computed in phases")
+        if any(source.end % block_k for source in convolution.sources[:-1]):
+            raise Unsupported(f"parts of data that are no multiples of {block_k} channels")
         self.run = _run(convolution, reduced) if reduced else None
-        self.windows = self._windows(channels)
-        self.positions = [Axis(fresh_var("position", INDEX), n) for n in self.windows.sizes]
+        found = [self._windows(source, channels) for source in self.sources]
+        self.windows = _in_one_box(found, self.rims, self.run)
+        self.positions = [Axis(fresh_var("position", INDEX), n) for n in found[0].sizes]
 
-    def _windows(self, channels: int) -> Windows:
+    def _windows(self, source: Convolution, channels: int) -> Windows:
         found, first, step = [], 0, 1
-        pairs = list(zip(self.convolution.windows, self.starts, strict=True))
-        for window, start in reversed(pairs):
-            size = -(-(window.size - start) // (window.expansion * window.repeats))
-            stride = 1 if window.axis is None else window.stride
+        each = list(zip(source.windows, self.starts, self.apart, strict=True))
+        for window, start, apart in reversed(each):
+            size = -(-(window.size - start) // apart)
+            # Of data that is not enlarged beside some that is, every so manieth element is read.
+            further = apart // (window.expansion * window.repeats)
+            stride = 1 if window.axis is None else window.stride * further
             walk = _repeated_walk(window, start) if window.repeats > 1 else _walk(window, start)
             found.append((size, stride, *walk[1:-1], walk[-1] * step))
             first += walk[0] * step
@@ -238,12 +280,10 @@ class _Part:
         sizes, strides, dilations, before, taps, repeats, offsets, steps = zip(
             *reversed(found), strict=True
         )
-        reach = [abs(d) * (n - 1) // r for d, n, r in zip(dilations, taps, repeats, strict=True)]
-        shape = box_shape(sizes, strides, reach, self.rims, self.run)
         whole = self.batch and channels == self.convolution.channels_of_group
         return Windows(
             sizes,
-            shape,
+            sizes,
             strides,
             dilations,
             before,
@@ -260,14 +300,14 @@ class _Part:
     def segment(self) -> HopperSegment:
         """The segment over boxes, and places in them."""
         convolution = self.convolution
-        steps = 1 if self.rims else math.prod(self.windows.taps)
-        terms = Axis(fresh_var("term", INDEX), steps * self.windows.channels)
+        windows = self.windows[0]
+        steps = 1 if self.rims else math.prod(windows.taps)
+        terms = Axis(fresh_var("term", INDEX), steps * windows.channels)
         env = {}
-        for window, start, axis in zip(
-            convolution.windows, self.starts, self.positions, strict=True
+        for window, start, axis, apart in zip(
+            convolution.windows, self.starts, self.positions, self.apart, strict=True
         ):
             if window.axis is not None:
-                apart = window.expansion * window.repeats
                 step, first = (constant(n, INDEX) for n in (apart, start))
                 env[window.axis.var] = axis.var * step + first
         axes = Simplifier([*self.batch, *self.positions, *self.n])
@@ -277,7 +317,7 @@ class _Part:
         groups = {"batch": self.batch, "m": m, "n": self.n}
         check_row_runs(boxed.outputs, m, (*self.batch, *self.n))
         bindings, outputs, loads = take_loads(convolution.contraction, boxed, groups)
-        data, prologue = _data(convolution, self.windows, self.batch, self.dtype)
+        data, prologue, parts = self._data()
         found = HopperSegment(
             self.batch,
             m,
@@ -288,7 +328,8 @@ class _Part:
             bindings,
             outputs,
             loads,
-            windows=self.windows,
+            windows=windows,
+            parts=parts,
             prologue=prologue,
         )
         *_, before = take_loads(convolution.contraction, plain, self._by_window)
@@ -306,10 +347,25 @@ class _Part:
 
         return in_boxes(found, of_output, of_load)
 
+    def _data(self) -> tuple[WindowView, Prologue | None, tuple[WindowPart, ...]]:
+        """The data, or the first part of it; what is computed of it; the parts, if there are."""
+        each = list(zip(self.sources, self.windows, strict=True))
+        found = [_data(source, windows, self.batch, self.dtype) for source, windows in each]
+        view, prologue = found[0]
+        sources = self.convolution.sources
+        if sources and any(computed is not None for _, computed in found):
+            raise Unsupported("parts of data that are computed")
+        parts = zip(sources, self.windows, found, strict=True) if sources else ()
+        return (
+            view,
+            prologue,
+            tuple(WindowPart(s.first, s.end, w, own) for s, w, (own, _) in parts),
+        )
+
     def _rows(self) -> tuple[tuple[Axis, ...], dict[Var, Expr]]:
         """The axes of rows, and what positions are of them."""
         outer, inner, env = [], [], {}
-        windows = self.windows
+        windows = self.windows[0]
         for axis, boxes, size in zip(self.positions, windows.boxes, windows.shape, strict=True):
             place = constant(0, INDEX)
             if boxes > 1:
@@ -323,7 +379,7 @@ class _Part:
 
     @property
     def _by_window(self) -> Groups:
-        names = zip(self.windows.names, self.positions, strict=True)
+        names = zip(self.windows[0].names, self.positions, strict=True)
         positions = {name: (axis,) if axis.extent > 1 else () for name, axis in names}
         return {"batch": self.batch, "n": self.n, **positions}
 
@@ -333,12 +389,27 @@ class _Part:
         access = affine_access(indices, shape, self._by_window)
         if access is None or dtype not in HALF_DTYPES or not access.contiguous("n"):
             return None
-        boxes = dict(zip(self.windows.names, self.windows.shape, strict=True))
+        windows = self.windows[0]
+        boxes = dict(zip(windows.names, windows.shape, strict=True))
         try:
             found = tensor_map(param, dtype, access, "n", {**boxes, "n": BOX})
         except Unsupported:
             return None
-        return found if _is_ordered(found, self.windows) else None
+        return found if _is_ordered(found, windows) else None
+
+
+def _in_one_box(
+    windows: Sequence[Windows], rims: bool, run: tuple[int, ...] | None
+) -> list[Windows]:
+    """The windows of all parts of the data with the positions of a box."""
+    first = windows[0]
+    strides = [max(some) for some in zip(*(w.strides for w in windows), strict=True)]
+    reach = [
+        max(abs(w.dilations[i]) * (w.taps[i] - 1) // w.repeats[i] for w in windows)
+        for i in range(len(first.sizes))
+    ]
+    shape = box_shape(first.sizes, strides, reach, rims, run)
+    return [replace(w, shape=shape) for w in windows]
 
 
 Walk = tuple[int, int, int, int, int, int, int]

@@ -1,6 +1,6 @@
 """Kernel class `convolution`: a convolution with pointwise work behind it, on its elements, of data
-that is padded or enlarged on its way (see `blocks`); on Hopper also with pointwise work in front of
-it, on the data (see `computed`).
+that is padded, enlarged or put together of parts on its way (see `blocks`); on Hopper also with
+pointwise work in front of it, on the data (see `computed`).
 
 One, two or three dimensions and any number of others; any stride, padding, dilation and number of
 groups, transposed ones too; any layout of data, weights and results. Which blocks are one is asked
@@ -104,7 +104,7 @@ class ConvolutionClass(Nest):
         if block is None:
             return frozenset()
         sizes, (data, _) = sizes_of(group, block), data_and_weights(block)
-        found = moved_before(group, anchor, takes_repeats(sizes, hw))
+        found = moved_before(group, anchor, lambda channels: takes_repeats(sizes, hw, channels))
         front = front_of(group, data) if hw.kind == "cuda" else []
         if front and computes_data(group, block, data, sizes, hw):
             found |= frozenset(w.tensor for b in front for w in b.writes) - set(group.outputs)

@@ -17,6 +17,7 @@ from ...ir.access import Block, Irregular
 from ...ir.extents import assumed_product
 from ...plan.group_view import GroupView, dtype_bytes
 from ..base import Fit
+from ..gemm.hopper.model import STEP_BYTES
 from ..gemm.launch import operation_seconds
 from ..gemm.partials import RowRuns
 from ..gemm.runs.problem import MOST_TERMS
@@ -24,7 +25,7 @@ from ..gemm.runs.time import sums_seconds as runs_seconds
 from ..group.footprint import footprint_bytes
 from ..group.read_order import is_transposing
 from ..program.expr import HALF_DTYPES
-from .blocks import data_and_weights, is_convolution, repeats_of
+from .blocks import data_and_weights, is_convolution, parts_of, source_of
 from .boxes import boxes_of
 from .computed import STEP_CHANNELS, TMA_CHANNELS, computing_seconds
 from .depthwise.problem import MOST_CHANNELS
@@ -50,7 +51,7 @@ def sizes_of(group: GroupView, block: Block) -> Sizes:
     def size(axes) -> int:
         return assumed_product(block.axes[i].extent for i in axes)
 
-    tensors = group.graph.tensors
+    tensors, parts = group.graph.tensors, parts_of(group, block)
     expansion = _expansion(group, data.tensor)
     last = data.index[-1].axes
     filters = size(weights.axes & spatial)
@@ -68,20 +69,22 @@ def sizes_of(group: GroupView, block: Block) -> Sizes:
         tensors[data.tensor].dtype,
         bool(last) and not last & (taps | (spatial - weights.axes)),
         expansion,
-        repeats_of(group, data.tensor),
+        max((part.repeats for part in parts), default=source_of(group, data.tensor)[1]),
+        tuple(part.channels for part in parts),
     )
 
 
-def takes_repeats(sizes: Sizes, hw: HardwareProfile) -> bool:
-    """Whether data that is enlarged is as fast to read as if it lay in memory: on CUDA channels
-    come in by vectors. Of one tap results are repeated too, which is better done behind it (16 to
-    32 filters of twice 56 x 56 take a core of a Zen 4 398 us, in two kernels 183).
+def takes_repeats(sizes: Sizes, hw: HardwareProfile, channels: int | None = None) -> bool:
+    """Whether data that is enlarged, or a part of it of so many channels, is as fast to read as if
+    it lay in memory: on CUDA channels come in by vectors. Of one tap results are repeated too,
+    which is better done behind it (16 to 32 filters of twice 56 x 56 take a core of a Zen 4 398 us,
+    in two kernels 183).
     """
     if hw.kind != "cuda" or sizes.taps == 1:
         return sizes.taps > 1
-    size = dtype_bytes(sizes.dtype)
-    whole = sizes.channels * size % VECTOR_BYTES == 0
-    return sizes.channels_last and sizes.channels > FEW_CHANNELS and whole
+    channels = channels or sizes.channels
+    whole = channels * dtype_bytes(sizes.dtype) % VECTOR_BYTES == 0
+    return sizes.channels_last and channels > FEW_CHANNELS and whole
 
 
 def _expansion(group: GroupView, tensor: int) -> int:
@@ -115,6 +118,9 @@ WITHOUT_RIMS, RIM_FILTERS = 1.5, 64
 """How much longer few filters of several taps take where boxes of data cannot come with their rims:
 that of computed or enlarged data (by prediction, 56 x 56 of 32 images, 64 to 64 channels: 24 us
 beside 17)."""
+PART_SECONDS = 3e-7
+"""Of each part of a concatenation that a kernel reads beside the first: not measured, so that of
+ways that cost the same otherwise parts lie in one piece of memory."""
 FILLED_LINES = 1.2
 """Terms of a filter's lines that are filled up to multiples of 8, of those that there are."""
 
@@ -161,6 +167,9 @@ def predict(
     terms = {name: body, "hbm": hbm, "operations": work, "stores": stores, "start": START_SECONDS}
     if computing:
         terms["computed"] = computing
+    if sizes.parts:
+        terms["parts"] = PART_SECONDS * (len(sizes.parts) - 1)
+        seconds += terms["parts"]
     return START_SECONDS + seconds, terms
 
 
@@ -193,19 +202,22 @@ def _apart_seconds(group: GroupView, sizes: Sizes, form: str, hw: HardwareProfil
 def _bodies(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> Iterator[tuple[str, float]]:
     """What limits each form, and the seconds of its sums."""
     yield "fma", cuda_core_seconds(sizes, hw)
-    if sizes.channels <= MOST_CHANNELS and sizes.repeats == 1:
+    if sizes.channels <= MOST_CHANNELS and sizes.repeats == 1 and not sizes.parts:
         results, terms = float(sizes.positions) * sizes.filters, sizes.channels * sizes.taps
         yield "direct", sums_seconds(results, terms, hw)
     seconds = mma_seconds(sizes, hw, policy)
     if seconds is not None:
         yield "tensor", seconds
     few = sizes.groups == sizes.repeats == 1 < sizes.filters and sizes.channels <= FEW_CHANNELS
-    if few and sizes.dtype in HALF_DTYPES and hw.arch >= "sm_80":
+    if few and not sizes.parts and sizes.dtype in HALF_DTYPES and hw.arch >= "sm_80":
         terms = math.ceil(sizes.channels * sizes.taps * FILLED_LINES)
         if terms <= MOST_TERMS:
             yield "runs", runs_seconds(sizes.positions, sizes.filters, terms, sizes.dtype, hw)
     rate = "tfloat32" if sizes.dtype == "float32" else sizes.dtype
-    boxes = sizes.channels_last and sizes.channels % TMA_CHANNELS == 0
+    *first, last = sizes.sources
+    step = STEP_BYTES // dtype_bytes(sizes.dtype)
+    whole = last % TMA_CHANNELS == 0 and all(channels % step == 0 for channels in first)
+    boxes = sizes.channels_last and whole
     taken = seconds is not None and sizes.dtype in (*HALF_DTYPES, "float32")
     if taken and boxes and hw.arch == "sm_90a":
         few = sizes.filters // sizes.groups

@@ -25,8 +25,10 @@ from .geometry import Convolution, Put
 
 def in_patches(convolution: Convolution) -> Convolution:
     """The convolution with more channels or smaller steps, where windows do not overlap; itself
-    where they do.
+    where they do, and of data that is put together of parts.
     """
+    if convolution.sources:
+        return convolution
     found = _with_channels(convolution)
     for number in reversed(range(len(found.windows))):
         window = found.windows[number]

@@ -30,9 +30,9 @@ def mma_seconds(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> float | No
     share = rank.SM90_SHARE if hw.arch.startswith("sm_90") else rank.PEAK_SHARE
     flops, clock = rate * share / hw.num_sms, hw.clock_ghz * 1e9
     size = dtype_bytes(sizes.dtype)
-    depth = sizes.channels * sizes.taps * size
+    depths = [channels * sizes.taps * size for channels in sizes.sources]
     m, n = _rows_and_columns(sizes)
-    ways = [_data_way(sizes, size), _weights_way(depth)]
+    ways = [_data_way(sizes, size), _weights_way(math.gcd(*depths))]
     waiting = max(rank.STEP_SECONDS[way] for way, _ in ways)
     if not sizes.channels_last:
         ways.reverse()
@@ -47,7 +47,7 @@ def mma_seconds(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> float | No
         )
         tile = block_m, block_n, reads
         each = rank.tile_step_seconds(tile, step, size, units, flops, clock)
-        body = -(-depth // step) * (each + waiting / min(turns, 2))
+        body = sum(-(-depth // step) for depth in depths) * (each + waiting / min(turns, 2))
         body += stored * block_m * block_n / min(turns, 2)
         best = min(best, turns * body)
     return best
@@ -56,7 +56,8 @@ def mma_seconds(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> float | No
 def cuda_core_seconds(sizes: Sizes, hw: HardwareProfile) -> float:
     """The same on CUDA cores, of any dtype."""
     rows, columns = _rows_and_columns(sizes)
-    segment = sizes.groups, rows, columns, (sizes.channels * sizes.taps,)
+    terms = tuple(channels * sizes.taps for channels in sizes.sources)
+    segment = sizes.groups, rows, columns, terms
     return min(simt_seconds([segment], c, hw, 0.0) for c in CONFIGS) - START_SECONDS
 
 
@@ -79,7 +80,7 @@ def _rows_and_columns(sizes: Sizes) -> tuple[int, int]:
 
 def _data_way(sizes: Sizes, size: int) -> tuple[Way, int]:
     """How the data comes into shared memory, and by how many bytes."""
-    piece = math.gcd(16, sizes.channels * size)
+    piece = math.gcd(16, *(channels * size for channels in sizes.sources))
     if not sizes.channels_last or piece < COPY_BYTES[-1]:
         return Way.GATHER, size
     return (Way.COPY if sizes.taps == 1 else Way.WINDOW), piece

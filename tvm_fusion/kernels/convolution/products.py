@@ -10,11 +10,16 @@ convolution is a product for each phase of its steps, of the taps that meet an e
     T[2 i + phase, f] = sum_{j, c} x[i + j + shift of the phase, c] * w[first tap + 2 j, c, f]
 
 Phases of one size and number of taps are an axis of the batch, others segments of one launch.
+Data that is put together of parts along its channels is as many products with one sum:
+
+    T[n, p, q, f] = sum_{r, s, c} pad(x)[..., c] * w[f, r, s, c]
+                  + sum_{r, s, c} pad(y)[..., c] * w[f, r, s, 64 + c]
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tvm import tirx
@@ -122,30 +127,44 @@ def _segment(convolution: Convolution, windows: list[Window], env: dict[Var, Exp
     taps = tuple(w.tap for w in windows if w.tap is not None)
     phases = tuple(w.phase for w in windows if w.phase is not None)
     own = [a for a in (group, *phases, filters, channels, *positions, *taps) if a is not None]
-    put = Put(env, Simplifier(own))
-    weights = put.operand(convolution.weights)
-    read = Windows(
-        tuple(windows),
-        convolution.channel_dim,
-        group,
-        channels,
-        convolution.data,
-        convolution.coordinates,
-    )
-    simplify = Put({a.var: a.var for a in own}, Simplifier(own))
-    plain = all(w.taps == 1 and not w.has_zeros for w in windows)
-    data = Operand(simplify(read.value), (), None if plain else read)
-    moved = put.segment(convolution.segment)
+    moved = Put(env, Simplifier(own)).segment(convolution.segment)
     columns = (filters,) if filters is not None else ()
     inner = next((i for i in reversed(moved.outputs[0].indices) if number(i) is None), None)
     by_filter = filters is not None and inner is not None and filters.var in variables(inner)
-    k = _terms(read, weights, taps)
-    a, b, m, n = data, weights, positions, columns
-    if not by_filter:
-        a, b, m, n = weights, data, columns, positions
-    product = replace(convolution.product, a=a, b=b, k=k)
+    products = []
+    for read, first in _reads(convolution, windows):
+        axes = own if read.channels in (None, channels) else [*own, read.channels]
+        if read.channels is not channels:
+            env = env | {channels.var: read.channels.var + constant(first, INDEX)}
+        weights = Put(env, Simplifier(axes)).operand(convolution.weights)
+        simplify = Put({a.var: a.var for a in axes}, Simplifier(axes))
+        plain = all(w.taps == 1 and not w.has_zeros for w in read.dims)
+        data = Operand(simplify(read.value), (), None if plain else read)
+        a, b = (data, weights) if by_filter else (weights, data)
+        k = _terms(read, weights, taps)
+        products.append(replace(convolution.product, a=a, b=b, k=k))
+    m, n = (positions, columns) if by_filter else (columns, positions)
     batch = (group, *phases) if group is not None else phases
-    return replace(moved, batch=batch, m=m, n=n, products=(product,))
+    return replace(moved, batch=batch, m=m, n=n, products=tuple(products))
+
+
+def _reads(convolution: Convolution, windows: Sequence[Window]) -> list[tuple[Windows, int]]:
+    """How the data is read: as one tensor, or each part of it with the first of its channels."""
+    channel_dim = convolution.channel_dim
+    if convolution.sources and all(w.expansion == 1 for w in convolution.windows):
+        return [
+            (Windows(s.windows, channel_dim, None, s.channels, s.data, s.coordinates), s.first)
+            for s in convolution.sources
+        ]
+    whole = Windows(
+        tuple(windows),
+        channel_dim,
+        convolution.group,
+        convolution.channels,
+        convolution.data,
+        convolution.coordinates,
+    )
+    return [(whole, 0)]
 
 
 def _terms(read: Windows, weights: Operand, taps: tuple[Axis, ...]) -> tuple[Axis, ...]:

@@ -42,23 +42,10 @@ class Ranges:
                     shifted = at[0], at[1] - int(number(b))
                     self.multiples.append((shifted, abs(int(number(a.b)))))
                     return
-        pairs = {
-            tirx.GE: lambda c: (c.a, c.b, 0),
-            tirx.GT: lambda c: (c.a, c.b, 1),
-            tirx.LE: lambda c: (c.b, c.a, 0),
-            tirx.LT: lambda c: (c.b, c.a, 1),
-        }
-        if type(condition) in pairs:
-            more, less, strict = pairs[type(condition)](condition)
-            more, less = linear(more), linear(less)
-            if more is not None and less is not None:
-                coefficients = dict(more[0])
-                for var, factor in less[0].items():
-                    coefficients[var] = coefficients.get(var, 0) - factor
-                coefficients = {v: f for v, f in coefficients.items() if f}
-                self.bounds.append((coefficients, more[1] - less[1] - strict))
-                return
-        raise Unsupported("data that is read under another condition than padding")
+        bound = lower_bound(condition, linear)
+        if bound is None:
+            raise Unsupported("data that is read under another condition than padding")
+        self.bounds.append(bound)
 
     def divides(self, at: Linear, expansion: int) -> bool:
         """Whether a condition says that the linear form is a multiple."""
@@ -99,6 +86,27 @@ class Ranges:
         conditions = {*range(len(self.bounds)), *(-1 - i for i in range(len(self.multiples)))}
         if conditions - self.used:
             raise Unsupported("data that is read under another condition than padding")
+
+
+def lower_bound(condition: Expr, linear: LinearOf) -> Linear | None:
+    """The linear form that is 0 or more where a condition holds; None where that is no bound."""
+    pairs = {
+        tirx.GE: lambda c: (c.a, c.b, 0),
+        tirx.GT: lambda c: (c.a, c.b, 1),
+        tirx.LE: lambda c: (c.b, c.a, 0),
+        tirx.LT: lambda c: (c.b, c.a, 1),
+    }
+    if type(condition) not in pairs:
+        return None
+    more, less, strict = pairs[type(condition)](condition)
+    more, less = linear(more), linear(less)
+    if more is None or less is None:
+        return None
+    coefficients = dict(more[0])
+    for var, factor in less[0].items():
+        coefficients[var] = coefficients.get(var, 0) - factor
+    coefficients = {v: f for v, f in coefficients.items() if f}
+    return coefficients, more[1] - less[1] - strict
 
 
 def floored(value: Expr, ranges: Ranges, axes: Mapping[Var, Axis]) -> Expr:

@@ -20,6 +20,7 @@ class Sizes:
     channels_last : whether the data is contiguous along channels.
     expansion : positions of data of a transposed convolution for each element, the others zeros.
     repeats : positions of data that is enlarged for each element, all of them this element.
+    parts : channels of the tensors that data is read from one behind the other, if it is.
     """
 
     positions: int
@@ -31,6 +32,12 @@ class Sizes:
     channels_last: bool
     expansion: int = 1
     repeats: int = 1
+    parts: tuple[int, ...] = ()
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Channels of each tensor that data is read from."""
+        return self.parts or (self.channels,)
 
     @property
     def multiply_adds(self) -> float:

@@ -4,6 +4,7 @@
 
 The copy holds what sums are computed in, in the order of the data's own dimensions: padding, half
 precision and functions of the data cost a task's copy only, whatever number of filters reads it.
+Data that is put together of parts along its channels is copied part by part.
 """
 
 from __future__ import annotations
@@ -154,6 +155,23 @@ class Box:
         channel, count : Expr
             The first channel, of all groups, and how many.
         """
+        zero = self.imm(0)
+        parts = self.convolution.sources
+        if not parts:
+            return self._fill(starts, channel, zero, count, self.convolution.data)
+        copies = []
+        for part in parts:
+            begin, end = self.imm(part.first) - channel, self.imm(part.end) - channel
+            first = self.loops.simplify(tirx.Max(begin, zero))
+            last = self.loops.simplify(tirx.Max(tirx.Min(end, count), first))
+            copies.append(self._fill(starts, channel, first, last, part.placed))
+        return seq(*copies)
+
+    def _fill(
+        self, starts: Sequence[Expr], channel: Expr, first: Expr, last: Expr, data: Expr
+    ) -> tirx.Stmt:
+        """Copy the channels of the box from `first` on and below `last`, which are of `data`."""
+        count = self.loops.simplify(last - first)
         *outer, inner = self.order
         by_dim = {s.window.dim: (s, i) for s, i in zip(self.spans, starts, strict=True)}
         together = self._holds_all(count)
@@ -166,16 +184,18 @@ class Box:
         for dim in outer:
             if dim == self.convolution.channel_dim:
                 loop = self.loops.new("c", count)
-                sources[dim] = self.loops.simplify(channel + loop.value)
+                at = self.loops.simplify(first + loop.value)
+                sources[dim] = self.loops.simplify(channel + at)
             else:
                 span, start = by_dim[dim]
                 loop = self.loops.new("u", span.extent)
+                at = loop.value
                 sources[dim] = self._source(span, start, loop.value)
                 inside += self._bounds(span, sources[dim])
             made.append(loop)
-            where.append(loop.value)
+            where.append(at)
         if inner == self.convolution.channel_dim:
-            row = _Row(where, sources, inner, channel, 1, self.imm(0), count, count, 1)
+            row = _Row(where, sources, inner, channel, 1, first, first, last, last, 1, data)
         else:
             span, start = by_dim[inner]
             base, step = self._source(span, start, self.imm(0)), span.source_step
@@ -186,15 +206,16 @@ class Box:
             )
             low, high = map(self.loops.simplify, ends)
             extent = self.imm(span.extent * each)
-            row = _Row(where, sources, inner, base, step, low, high, extent, each)
+            zero = self.imm(0)
+            row = _Row(where, sources, inner, base, step, zero, low, high, extent, each, data)
         copy = seq(
-            self._zeros(row, self.imm(0), row.low),
+            self._zeros(row, row.first, row.low),
             self._copy(row),
             self._zeros(row, row.high, row.extent),
         )
         body = copy
         if inside:
-            zeros = self._zeros(row, self.imm(0), row.extent)
+            zeros = self._zeros(row, row.first, row.extent)
             body = tirx.IfThenElse(tirx.all(*inside), copy, zeros)
         for loop in reversed(made):
             body = loop.around(body)
@@ -207,6 +228,8 @@ class Box:
         *_, before, last = (-1, *self.order)
         dim = self.convolution.channel_dim
         if last != dim or before != self.spans[-1].window.dim or before + 1 != dim:
+            return False
+        if self.convolution.sources:
             return False
         held = number(count) == int(self.buffer.ty.shape[-1])
         return (
@@ -249,7 +272,7 @@ class Box:
             if inner:
                 sources[row.dim + 1] = inner[0]
             env = {names[d]: i for d, i in sources.items()}
-            value = convert(Resolve(self.scope, env, point)(self.convolution.data), self.dtype)
+            value = convert(Resolve(self.scope, env, point)(row.data), self.dtype)
             return [*point.ops, tirx.BufferStore(self.buffer, value, [*row.where, here, *inner])]
 
         return by_vectors(self.loops, self.lanes, row.low, row.high, ops, twice=True)
@@ -266,9 +289,9 @@ class Box:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Row:
-    """A row of a box: elements `low` to `high` of `extent` are those of the data from `base` on,
-    `step` apart along `dim`, at `sources` of the other dimensions; or `each` channels of them,
-    which lie in the dimension behind.
+    """A row of a box: of elements `first` to `extent`, `low` to `high` are those of `data` from
+    `base` on, `step` apart along `dim`, at `sources` of the other dimensions; or `each` channels of
+    them, which lie in the dimension behind.
     """
 
     where: list[Expr]
@@ -276,10 +299,12 @@ class _Row:
     dim: int
     base: Expr
     step: int
+    first: Expr
     low: Expr
     high: Expr
     extent: Expr
     each: int
+    data: Expr
 
     def parts(self, at: Expr, loops: Loops) -> list[Expr]:
         """Where an element of the row lies along the innermost dimensions."""

@@ -221,12 +221,14 @@ def direct_problem(convolution: Convolution) -> Direct:
     Raises
     ------
     Unsupported
-        Many channels a group, other dtypes than float16, bfloat16 and float32, and strides of a
-        transposed convolution.
+        Many channels a group, other dtypes than float16, bfloat16 and float32, strides of a
+        transposed convolution, and data that is put together of parts.
     """
     c = convolution
     if c.channels_of_group > MOST_CHANNELS:
         raise Unsupported(f"sums over {c.channels_of_group} channels are matrix products")
+    if c.sources:
+        raise Unsupported("data that is put together of parts")
     load = Operand(c.data).load
     whole = next((x for x in _loads(c.data) if _is_whole(x, c)), None)
     if whole is None:

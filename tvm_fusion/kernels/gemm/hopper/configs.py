@@ -66,7 +66,7 @@ def hopper_work(problem: HopperProblem, hw: HardwareProfile, block_m: int = 1) -
     Segments of their own sizes count as one of as many tiles of `block_m` rows.
     """
     contraction = problem.contraction
-    lefts = [s.a for s in problem.segments]
+    lefts = [view for s in problem.segments for view in s.views]
     rights = [view for s in problem.segments for view in s.b]
     operands = [*lefts, *rights]
     written = {output.param for s in problem.segments for output in s.outputs}
@@ -105,9 +105,9 @@ def _bytes_of_data(problem: HopperProblem) -> float | None:
     """Bytes of A where its rows lie over each other."""
     if not problem.has_windows:
         return None
-    params = problem.contraction.params
-    shape = next(p.shape for p in params if p.var.same_as(problem.a.param))
-    return float(math.prod(map(assumed, shape)) * bytes_of(problem.dtype))
+    params, views = problem.contraction.params, problem.segments[0].views
+    shapes = (next(p.shape for p in params if p.var.same_as(v.param)) for v in views)
+    return float(sum(math.prod(map(assumed, shape)) for shape in shapes) * bytes_of(problem.dtype))
 
 
 def _sizes(

@@ -202,13 +202,26 @@ class Windows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class WindowPart:
+    """Channels of A from `first` on and below `end`, that lie in a tensor of their own: read at
+    `windows`, whose positions, taps and boxes are those of all parts.
+    """
+
+    first: int
+    end: int
+    windows: Windows
+    view: OperandView
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class HopperSegment(Space):
     """A segment over its batch, M and N axes; `loads` are what its epilogue reads ahead of use.
 
     `staged` is the position of the output that leaves through shared memory and the TMA, by the map
     `staged_map`; the others are stored from registers. With `factors`, one a product, the epilogue
     starts from accumulators that are multiplied by them; they are the same for all columns. With
-    `partners` it reads those of two columns. With `windows` its rows are positions of them. With a
+    `partners` it reads those of two columns. With `windows` its rows are positions of them, and
+    `parts` says which channels lie where if not all are in `a`, the first of them. With a
     `prologue` A is computed of what the TMA brings in.
     """
 
@@ -225,12 +238,18 @@ class HopperSegment(Space):
     factors: tuple[Expr, ...] = ()
     partners: Partners | None = None
     windows: Windows | None = None
+    parts: tuple[WindowPart, ...] = ()
     prologue: Prologue | None = None
 
     @property
     def K(self) -> int:
         """Number of terms."""
         return self.products[0].K
+
+    @property
+    def views(self) -> tuple[OperandView, ...]:
+        """The tensors that A lies in."""
+        return tuple(part.view for part in self.parts) or (self.a,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -178,10 +178,10 @@ class Plan:
     `out_n` are the columns of a tile's outputs, `share_n` those that one block of a cluster stores.
     A block takes `least_steps` of the `steps` of a tile, the first `spare_steps` blocks of a
     cluster one more. `clusters` take tiles in turn, single blocks unless the configuration has
-    clusters. `depths` are the steps of each segment, `steps` the most; `a_maps` has one map if
-    segments share A, else one for each. `by_rows` is the position of each segment's output that
-    leaves row by row through a box of shared memory, if one does. A deferred epilogue takes
-    `chunks_per_step` of its pieces in each of `peeled` steps.
+    clusters. `depths` are the steps of each segment, `steps` the most; `a_maps` are those of A's
+    tensors, once if segments share A, else for each. `by_rows` is the position of each segment's
+    output that leaves row by row through a box of shared memory, if one does. A deferred epilogue
+    takes `chunks_per_step` of its pieces in each of `peeled` steps.
     """
 
     config: HopperConfig
@@ -200,7 +200,7 @@ class Plan:
     peeled: int
     chunks_per_step: int
     depths: tuple[int, ...]
-    a_maps: tuple[TensorMap, ...]
+    a_maps: tuple[tuple[TensorMap, ...], ...]
     b_maps: tuple[tuple[TensorMap, ...], ...]
     by_rows: tuple[int | None, ...]
     producer_registers: int = PRODUCER_REGISTERS
@@ -322,7 +322,7 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
         peeled=peeled,
         chunks_per_step=per_step,
         depths=depths,
-        a_maps=tuple(s.a.boxes(a_rows) for s in own),
+        a_maps=tuple(tuple(view.boxes(a_rows) for view in s.views) for s in own),
         b_maps=tuple(
             tuple(view.boxes(out_n // c.multicast) for view in s.b) for s in problem.segments
         ),
@@ -384,7 +384,7 @@ def _tiles(problem: HopperProblem, rows: int, out_n: int) -> Extent:
 
 def _parameter_bytes(problem: HopperProblem, plan: Plan) -> int:
     """Kernel parameters: tensor maps, and at most a pointer for each parameter of the function."""
-    maps = len(plan.a_maps) + sum(map(len, plan.b_maps))
+    maps = sum(map(len, (*plan.a_maps, *plan.b_maps)))
     if plan.config.staged:
         maps += len(problem.segments) * (2 if problem.residual is not None else 1)
     return MAP_BYTES * maps + POINTER_BYTES * len(problem.contraction.params)

@@ -9,7 +9,7 @@ from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from ...gpu.product_frame import Tile
-from .model import BOX, STEP_BYTES, Windows
+from .model import BOX, STEP_BYTES, HopperSegment, WindowPart, Windows
 from .state import Hopper, Ring, expect, wait
 
 
@@ -74,7 +74,7 @@ class Terms:
         for panel in range(panels):
             target = kernel.shared.a.ptr_to([stage, panel * BOX * STEP_BYTES])
             place = at | {"m": at["m"] + panel * BOX}
-            plan.a_maps[number].load(target, kernel.maps.a[number], place, barrier)
+            plan.a_maps[number][0].load(target, kernel.maps.a[number][0], place, barrier)
 
     def taps(self, number: int) -> list[dict[str, Expr]]:
         """Where a segment's weights of a step are, beside its terms: one place for each tile."""
@@ -138,22 +138,28 @@ class TapCounter:
 
 
 class Taps(TapCounter):
-    """A's tiles are boxes of windows (see `Windows`), and a step is a tap and some channels. Where
-    each box starts is kept for a tile.
+    """A's tiles are boxes of windows (see `Windows`), and a step is a tap and some channels, all of
+    them in one part of A. Where each box of each part starts is kept for a tile.
     """
 
     def __init__(self, kernel: Hopper) -> None:
         super().__init__(kernel)
         self.boxes = kernel.plan.a_rows // BOX
-        self.starts = T.alloc_local((self.boxes * len(self.windows[0].names),), "int32")
+        self.parts = [_parts(segment) for segment in kernel.problem.segments]
+        self.count = self.boxes * len(self.windows[0].names)
+        self.starts = T.alloc_local((self.count * len(self.parts[0]),), "int32")
 
     def begin(self, tile: Tile) -> None:
         """Emits the first positions of a tile's boxes, and its first tap."""
         for number, own in self.kernel.grid.each_segment(tile):
-            self._begin(self.windows[number], own)
+            self._begin(number, own)
         self.restart()
 
-    def _begin(self, windows: Windows, tile: Tile) -> None:
+    def _begin(self, number: int, tile: Tile) -> None:
+        for place, part in enumerate(self.parts[number]):
+            self._begin_part(part.windows, tile, place * self.count)
+
+    def _begin_part(self, windows: Windows, tile: Tile, place: int) -> None:
         plan, count = self.kernel.plan, len(windows.names)
         for box in range(self.boxes):
             firsts = windows.first(tile.m * (plan.config.block_m // BOX) + box)
@@ -161,7 +167,7 @@ class Taps(TapCounter):
                 start = first * windows.strides[i] - windows.before[i]
                 if windows.rims and windows.dilations[i] < 0:
                     start = start - windows.reach[i]
-                T.buffer_store(self.starts, start, [box * count + i])
+                T.buffer_store(self.starts, start, [place + box * count + i])
 
     def at(self, step: Expr) -> dict[str, Expr]:
         """Where the terms of a step start."""
@@ -179,19 +185,45 @@ class Taps(TapCounter):
         self, number: int, tile: Tile, term: dict[str, Expr], stage: Expr, barrier: Expr
     ) -> None:
         """The boxes of a tile of A."""
-        kernel, plan, windows = self.kernel, self.kernel.plan, self.windows[number]
-        count = len(windows.names)
+
+        def load(place: int) -> None:
+            part, *others = self.parts[number][place:]
+            if not others:
+                self._load_part(number, place, tile, term, stage, barrier)
+                return
+            with T.If(term["k"] < part.end):
+                with T.Then():
+                    self._load_part(number, place, tile, term, stage, barrier)
+                with T.Else():
+                    load(place + 1)
+
+        load(0)
+
+    def _load_part(
+        self,
+        number: int,
+        place_of: int,
+        tile: Tile,
+        term: dict[str, Expr],
+        stage: Expr,
+        barrier: Expr,
+    ) -> None:
+        kernel, plan, part = self.kernel, self.kernel.plan, self.parts[number][place_of]
+        windows, found = part.windows, plan.a_maps[number][place_of]
+        first, count = place_of * self.count, len(part.windows.names)
+        if part.first:
+            term = term | {"k": term["k"] - part.first}
         for box in range(self.boxes):
             place = {"batch": tile.batch} | term
             if windows.group_channels:
                 place["k"] = term["k"] + tile.batch * windows.group_channels
             for i, name in enumerate(windows.names):
-                place[name] = self.starts[box * count + i]
+                place[name] = self.starts[first + box * count + i]
             for tap, i in enumerate(self._sliding(windows)):
                 name = windows.names[i]
                 place[name] = place[name] + self._distance(windows, i, self.state[1 + tap])
             target = kernel.shared.a.ptr_to([stage, box * kernel.problem.box_bytes])
-            plan.a_maps[number].load(target, kernel.maps.a[number], place, barrier)
+            found.load(target, kernel.maps.a[number][place_of], place, barrier)
 
     def _distance(self, windows: Windows, i: int, tap: Expr) -> Expr:
         """How far a tap of a window is from where its box starts."""
@@ -211,7 +243,7 @@ class Rims(Taps):
     def begin(self, tile: Tile) -> None:
         """Emits the first elements of a tile's boxes, and its first channel."""
         for number, own in self.kernel.grid.each_segment(tile):
-            self._begin(self.windows[number], own)
+            self._begin(number, own)
         first = self.kernel.first_step
         start = T.int32(first) if isinstance(first, int) else first
         T.buffer_store(self.state, start * self.kernel.problem.block_k, [0])
@@ -226,6 +258,12 @@ class Rims(Taps):
 
     def _sliding(self, windows: Windows) -> tuple[int, ...]:
         return ()
+
+
+def _parts(segment: HopperSegment) -> tuple[WindowPart, ...]:
+    """The parts of A; one where it lies in one tensor."""
+    windows = segment.windows
+    return segment.parts or (WindowPart(0, windows.channels, windows, segment.a),)
 
 
 def _terms(kernel: Hopper) -> Terms | Taps:

@@ -76,9 +76,11 @@ STAGE, PHASE = range(2)
 
 @dataclass(slots=True, eq=False)
 class Maps:
-    """Addresses of the tensor maps by segment (and product); one of A if segments share it."""
+    """Addresses of the tensor maps by segment, and by product or part of A; those of A once if
+    segments share it.
+    """
 
-    a: list[Var]
+    a: list[list[Var]]
     b: list[list[Var]]
     staged: list[Var | None]
     residual: list[Var | None]
@@ -181,7 +183,7 @@ def encode_maps(frame: Frame, problem: HopperProblem, plan: Plan) -> Maps:
 
     staged = plan.config.staged
     return Maps(
-        a=[encode(found) for found in plan.a_maps],
+        a=[[encode(m) for m in maps] for maps in plan.a_maps],
         b=[[encode(m) for m in maps] for maps in plan.b_maps],
         staged=[encode(s.staged_map) if staged else None for s in problem.segments],
         residual=[encode(s.residual_map) if staged else None for s in problem.segments],

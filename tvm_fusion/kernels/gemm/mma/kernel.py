@@ -111,11 +111,12 @@ class _Kernel:
                 T.evaluate(T.cuda.cta_sync())
             own = []
             for product in loop.products:
-                buffer = T.alloc_local((c.tiles_m * c.tiles_n * 4,), product.dtype)
-                with T.serial(c.tiles_m * c.tiles_n * 4, unroll=True) as i:
-                    T.buffer_store(buffer, constant(0, product.dtype), [i])
-                sums[product.accumulator] = buffer
-                own.append(buffer)
+                if product.accumulator not in sums:
+                    buffer = T.alloc_local((c.tiles_m * c.tiles_n * 4,), product.dtype)
+                    with T.serial(c.tiles_m * c.tiles_n * 4, unroll=True) as i:
+                        T.buffer_store(buffer, constant(0, product.dtype), [i])
+                    sums[product.accumulator] = buffer
+                own.append(sums[product.accumulator])
             _MainLoop(self, segment, loop, tile, own).emit()
         place = (self.thread, self.lane, self.warp_row, self.warp_column)
         size = ring_bytes(self.segments, c)

@@ -3,6 +3,7 @@
 q = x wq, k = x wk                 two segments, one loop each
 silu(x wg) * (x wu)                one segment, one loop with one A and two B operands
 x w + y u                          one segment, two loops that add to accumulators of their own
+conv(concat(x, y), w)              one segment, two loops that add to one accumulator
 """
 
 from __future__ import annotations

@@ -170,7 +170,8 @@ def table_bytes(segments: Sequence[MmaSegment], config: MmaConfig) -> int:
 
 
 def _registers(segment: MmaSegment, c: MmaConfig) -> int:
-    sums = c.tiles_m * c.tiles_n * 4 * sum(len(loop.products) for loop in segment.loops)
+    accumulators = {p.accumulator for loop in segment.loops for p in loop.products}
+    sums = c.tiles_m * c.tiles_n * 4 * len(accumulators)
     most = max(len(loop.b) for loop in segment.loops)
     fragments = 2 * (c.tiles_m * 4 + most * c.tiles_n * 2)
     held = max(_held(loop, c) for loop in segment.loops)

@@ -86,7 +86,7 @@ def _row(
     vector = columns.width == GROUP and all(w.vector for w in writers)
     ragged = columns.ragged(segment.N)
     partners = segment.partners
-    others = dict(zip(sums, partner_vars(partners, len(segment.products)), strict=True))
+    others = dict(zip(sums, partner_vars(partners, len(sums)), strict=True))
     by_part = values_by_part(partners, segment.bindings, segment.outputs)
 
     def inside(column: Expr) -> Expr | None:

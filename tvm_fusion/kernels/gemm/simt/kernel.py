@@ -365,11 +365,12 @@ class _Kernel:
         c = self.config
         sums = {}
         for product in segment.products:
-            buffer = T.alloc_local((c.thread_m * c.thread_n,), product.dtype)
-            with T.serial(c.thread_m * c.thread_n, unroll=True) as i:
-                T.buffer_store(buffer, constant(0, product.dtype), [i])
-            sums[product.accumulator] = buffer
-            self._product(tile, segment, product, buffer)
+            if product.accumulator not in sums:
+                buffer = T.alloc_local((c.thread_m * c.thread_n,), product.dtype)
+                with T.serial(c.thread_m * c.thread_n, unroll=True) as i:
+                    T.buffer_store(buffer, constant(0, product.dtype), [i])
+                sums[product.accumulator] = buffer
+            self._product(tile, segment, product, sums[product.accumulator])
         emit_epilogue(self.frame, segment, tile, self.rows, self.columns, sums)
 
     def _product(self, tile: Tile, segment: Segment, product: Product, sums: Expr) -> None:
