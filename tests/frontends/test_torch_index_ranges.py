@@ -47,6 +47,12 @@ OPERATORS = {
     "cross_entropy_weighted": (lambda x, i: F.cross_entropy(x[:2], i, WEIGHT), 5),
     "cross_entropy_smoothed": (lambda x, i: F.cross_entropy(x[:2], i, label_smoothing=0.1), 5),
     "multi_margin_loss": (lambda x, i: F.multi_margin_loss(x[:2], i), 5),
+    # read of a part of a tensor: the index is one of the part
+    "x[1:3][i]": (lambda x, i: x[1:3][i - 2] * 2, 4),
+    "split": (lambda x, i: x.split(2)[1][i - 2], 4),
+    "pad": (lambda x, i: F.pad(x, (0, 0, 1, 1))[i], 6),
+    "repeat": (lambda x, i: x.repeat(2, 1)[i], 8),
+    "gather_of_part": (lambda x, i: (x[:, 1:] * 2).gather(1, columns(i)), 4),
     # write
     "scatter": (lambda x, i: x.scatter(1, columns(i), x + 1), 5),
     "scatter_value": (lambda x, i: x.scatter(1, columns(i), 2.5), 5),

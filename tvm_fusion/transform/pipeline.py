@@ -32,6 +32,7 @@ from .lower.drop_empty import DropEmpty, check_defined
 from .lower.enlarged import ENLARGED
 from .lower.fix_bool_arithmetic import FixBoolArithmetic
 from .lower.joins import JOINED_CONCATS, MarkJoins
+from .lower.keep_extents import KeepExtents
 from .lower.legalized_once import once
 from .lower.legalizers import (
     HALF_OPERATORS,
@@ -154,6 +155,7 @@ def legalize(
     widening = [LeanConstants(), relax.transform.LegalizeOps(_permuting(once(table)))]
     passes = [
         *([SplitReductions(gpu)] if gpu is not None else []),
+        *([KeepExtents()] if target.kind.name == "llvm" else []),
         *([WidenSorts()] if target.kind.name == "llvm" else [OpenMedians(), OpenScans()]),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),

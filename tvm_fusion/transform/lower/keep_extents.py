@@ -1,0 +1,108 @@
+"""KeepExtents: an index of a part of a tensor is looked up among those of the part, on a CPU.
+
+    y = x[1:3]                      y = x[1:3]
+    z = take(y, ids, axis=0)        i = take(R.const([0, 1]), ids, axis=0)
+                                    z = take(y, i, axis=0)
+
+One kernel of both reads x[ids[n] + 1], of which it is checked that it is an element of x
+(`runtime.build.guards`): an index that is beyond y may be. It is none of the constant. Padding and
+repetition make such parts, too, also behind reshapes and what computes element by element.
+
+Does not handle: axes of symbolic extent; `gather_nd`; axes along which a tensor was broadcast,
+where no element depends on the index.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.ir import Call, Expr
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from ...ir.weights import numbers
+from ..functions.functions import expressions_of, operator_name
+
+_PARTS = {
+    f"relax.{name}"
+    for name in ("strided_slice", "dynamic_strided_slice", "nn.pad", "repeat", "split", "tile")
+}
+_TAKES = ("relax.take", "relax.gather_elements")
+_MOVES = {f"relax.{name}" for name in ("reshape", "permute_dims", "squeeze", "expand_dims", "flip")}
+_PRODUCTS = ("relax.matmul", "relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d")
+
+
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.KeepExtents")
+class KeepExtents:
+    """A module pass; idempotent. A module without such an index is returned as it is."""
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        rewriter = _Rewriter(mod)
+        for gvar, func in mod.functions_items():
+            if isinstance(func, relax.Function) and _takes(func):
+                rewriter.builder_.update_func(gvar, rewriter.visit_expr(func))
+        return rewriter.builder_.finalize() if rewriter.changes else mod
+
+
+@mutator
+class _Rewriter(PyExprMutator):
+    def __init__(self, mod: tvm.IRModule) -> None:
+        super().__init__(mod)
+        self.changes = False
+        self._known: dict[Expr, bool] = {}
+
+    def visit_call_(self, call: Call) -> Expr:
+        call = super().visit_call_(call)
+        if operator_name(call) not in _TAKES:
+            return call
+        x, index = call.args
+        tensors = all(isinstance(arg.ty, relax.TensorType) for arg in (x, index))
+        if not tensors or x.ty.ndim < 1 or call.attrs.axis is None or self._is_looked_up(index):
+            return call
+        extent = x.ty.shape[int(call.attrs.axis) % x.ty.ndim] if x.ty.shape else None
+        clips = operator_name(call) == "relax.take" and str(call.attrs.mode) != "fast"
+        if clips or not isinstance(extent, tirx.IntImm) or not self._is_part(x):
+            return call
+        self.changes = True
+        places = relax.const(np.arange(int(extent)), "int64")
+        found = self.builder_.emit(relax.op.take(places, index, axis=0))
+        return Call(call.op, [x, found], call.attrs, call.ty_args)
+
+    def _is_looked_up(self, index: Expr) -> bool:
+        value = self._value(index)
+        places = value.args[0] if operator_name(value) == "relax.take" else None
+        if not isinstance(places, tvm.ir.GenericConst) or str(places.ty.dtype) != "int64":
+            return False
+        known = numbers(places)
+        return known.ndim == 1 and np.array_equal(known, np.arange(known.size))
+
+    def _is_part(self, x: Expr) -> bool:
+        """Whether a kernel may read elements beyond this tensor in its place."""
+        if x not in self._known:
+            self._known[x] = self._reads_more(x)
+        return self._known[x]
+
+    def _reads_more(self, x: Expr) -> bool:
+        value = self._value(x)
+        if isinstance(value, relax.TupleGetItem):
+            return operator_name(self._value(value.tuple_value)) in _PARTS
+        name = operator_name(value)
+        if not name or name in _PARTS or name in _PRODUCTS:
+            return name in _PARTS
+        operands = [arg for arg in value.args if isinstance(arg.ty, relax.TensorType)]
+        if name not in _TAKES and name not in _MOVES:
+            operands = [arg for arg in operands if _same_shape(arg, value)]
+        return any(map(self._is_part, operands))
+
+    def _value(self, expr: Expr) -> Expr | None:
+        return self.lookup_binding(expr) if isinstance(expr, relax.Var) else expr
+
+
+def _takes(func: relax.Function) -> bool:
+    return any(operator_name(call) in _TAKES for call in expressions_of(func, Call))
+
+
+def _same_shape(a: Expr, b: Expr) -> bool:
+    shapes = [getattr(expr.ty, "shape", None) for expr in (a, b)]
+    return all(shapes) and tvm_ffi.structural_equal(*map(list, shapes))
