@@ -88,6 +88,22 @@ def test_a_random_convolution_of_enlarged_and_padded_data(seed):
         check(conv, SIMT.emit(read(conv), H200, SIMT.rank(read(conv), H200, POLICY)[0][1]))
 
 
+def test_divided_places_are_not_simplified_under_the_condition_of_their_padding():
+    """TVM's FlattenBuffer makes other places of them where it knows that a row is no padding."""
+    conv = Conv(
+        (11, 4),
+        (3, 5),
+        8,
+        8,
+        padding=(0, 1, 3, 1),
+        dilation=(2, 1),
+        weight_layout="OHWI",
+        repeats=(1, 3),
+        zeros=(1, 2, 1, 0),
+    )
+    check(conv, SIMT.emit(read(conv), H200, SIMT.rank(read(conv), H200, POLICY)[0][1]))
+
+
 LAST = plain(dtype="float16", data_layout="NHWC", weight_layout="OHWI", channels=16)
 FIRST = plain(dtype="float16", channels=16)
 UP = Conv((6, 5), (4, 3), 16, 24, strides=(2, 3), padding=(1,) * 4, transposed=True)

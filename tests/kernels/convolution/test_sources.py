@@ -58,7 +58,7 @@ def rarely(cases, in_ci):
     return [c if c in in_ci else pytest.param(c, marks=pytest.mark.nightly) for c in cases]
 
 
-@pytest.mark.parametrize("seed", rarely(range(24), in_ci=(1, 8)))
+@pytest.mark.parametrize("seed", rarely(range(48), in_ci=(1, 8)))
 def test_a_random_concatenation_on_tensor_cores_and_cuda_cores(seed):
     dtype = ("float16", "bfloat16", "float32")[seed % 3]
     conv = replace(joined_convolution(seed), dtype=dtype)

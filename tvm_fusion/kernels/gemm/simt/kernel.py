@@ -16,6 +16,7 @@ from tvm.script import tirx as T
 
 from ....config import HardwareProfile, Policy
 from ....errors import Unsupported
+from ...contraction.model import INDEX
 from ...contraction.reader import Contraction, Operand, Product, Segment, size_of
 from ...gpu.access import AffineAccess, WindowAccess, affine_access, window_access
 from ...gpu.memory import shared_pool
@@ -159,8 +160,8 @@ class Slice:
     def _read(self, i: int, flat: Expr, term: Expr) -> None:
         env = self._env(flat, term)
         if self.vector == 1:
-            operand = self.operand
-            (value,) = evaluate(self.frame, operand.bindings, [operand.value], env, False)
+            bindings, value = self.operand.bindings, _undivided(self.operand)
+            (value,) = evaluate(self.frame, bindings, [value], env, False)
             T.buffer_store(self.registers, value, [i])
             return
         load, indices = self.operand.stored, self.operand.stored.indices
@@ -189,6 +190,27 @@ class Slice:
             value = convert(self.registers[i * self.vector + v], dtype)
             at = [turn, k + v, row] if self.along_k else [turn, k, row + v]
             T.buffer_store(self.shared, value, at)
+
+
+def _undivided(operand: Operand) -> Expr:
+    """An operand's value; places that are divided to find an element are hidden by an or with 0.
+
+    Of ``x // 12 * 4 + (x % 12 + y % 5) // 3`` TVM 0.27 makes ``(x - 11) // 3`` where it finds
+    ``y % 5`` to be 1 and knows that ``12 <= x``: 4 less. `runtime.build.hidden_divisions` sees no
+    constant there.
+    """
+    windows = operand.windows
+    if windows is None or all(w.repeats == 1 for w in windows.dims):
+        return operand.value
+    places, condition = windows.places()
+    for window in windows.dims:
+        if window.repeats > 1:
+            at = windows.coordinates[window.dim]
+            places[at] = tirx.bitwise_or(places[at], constant(0, INDEX))
+    value = substitute(windows.data, places)
+    if condition is None:
+        return value
+    return tirx.if_then_else(condition, value, constant(0, dtype_of(value)))
 
 
 # A thread's 8 x 16 reads one word of shared memory for every five multiplications, 4 x 4 one for
