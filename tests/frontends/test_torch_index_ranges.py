@@ -3,8 +3,11 @@ raises where eager execution raises, and gives what that gives elsewhere.
 """
 
 import pytest
+import tvm
 
 import tvm_fusion
+from tvm_fusion.check.index_checks import IndexChecks
+from tvm_fusion.frontends import load
 
 from ..support.frontend_tools import Function
 
@@ -84,6 +87,28 @@ OPERATORS = {
 }
 
 
+NAMES = list(OPERATORS)
+
+
+def function_and_wrong(number):
+    """An operator, and indices of which it may make an error."""
+    function, extent = OPERATORS[NAMES[number]]
+    return function, (3, -1, -extent, -100, extent, -extent - 1, 1 << 40)
+
+
+def given(number, index):
+    """What all operators take, where one has another index."""
+    return [X, *(index if n == number else SOME for n in range(len(NAMES)))]
+
+
+def outcome(function, *inputs):
+    """What a call gives, or None where it raises."""
+    try:
+        return function(*inputs)
+    except (IndexError, RuntimeError):
+        return None
+
+
 @pytest.fixture(scope="module")
 def of_all():
     """All of them in one model, each with indices of its own."""
@@ -91,28 +116,36 @@ def of_all():
     def results(x, *indices):
         return tuple(f(x, i) for (f, _), i in zip(OPERATORS.values(), indices, strict=True))
 
-    inputs = X, *(SOME.clone() for _ in OPERATORS)
-    return tvm_fusion.compile(Function(results), "llvm", example_inputs=inputs, verify=False)
+    return load(Function(results), (X, *(SOME.clone() for _ in OPERATORS)))
 
 
-def outcome(function, *inputs):
-    """What a call gives, or that it raises."""
-    try:
-        return function(*inputs)
-    except (IndexError, RuntimeError):
-        return None
+@pytest.fixture(scope="module")
+def compiled(of_all):
+    return tvm_fusion.compile(of_all, "llvm", verify=False)
 
 
-@pytest.mark.parametrize("number", range(len(OPERATORS)), ids=list(OPERATORS))
-def test_an_index_is_what_it_is_to_torch(of_all, number):
-    function, extent = list(OPERATORS.values())[number]
-    for wrong in (3, -1, -extent, -100, extent, -extent - 1, 1 << 40):
-        index = torch.tensor([0, wrong])
-        given = [SOME] * len(OPERATORS)
-        given[number] = index
+@pytest.fixture(scope="module")
+def checks(of_all):
+    """What is asked before a call on a GPU."""
+    return IndexChecks.of(of_all, tvm.target.Target({"kind": "llvm", "opt-level": 0}))
+
+
+@pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)
+def test_an_index_is_what_it_is_to_torch(compiled, number):
+    function, wrong = function_and_wrong(number)
+    for index in (torch.tensor([0, place]) for place in wrong):
         expected = outcome(function, X, index)
         if expected is None:
             with pytest.raises(IndexError, match=r"an index along axis \d, which has \d+ elements"):
-                of_all(X, *given)
+                compiled(*given(number, index))
         else:
-            torch.testing.assert_close(of_all(X, *given)[number], expected)
+            torch.testing.assert_close(compiled(*given(number, index))[number], expected)
+
+
+@pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)
+def test_checks_before_a_call_raise_where_torch_does(checks, number):
+    function, wrong = function_and_wrong(number)
+    for index in (torch.tensor([0, place]) for place in wrong):
+        arguments = [tvm.runtime.tensor(x.numpy()) for x in given(number, index)]
+        raises = outcome(lambda values: checks(values) or True, arguments) is None
+        assert raises is (outcome(function, X, index) is None)

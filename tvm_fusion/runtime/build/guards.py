@@ -20,7 +20,7 @@ Does not handle: a kernel that hands places to functions of the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import tvm
@@ -248,8 +248,9 @@ class _Guards:
     # ---- the checks that an expression needs, those of what is computed first in front
 
     def checks(self, expr: Expr) -> Iterator[_Check]:
-        if is_if_then_else(expr):
-            condition, *sides = expr.args
+        chosen = self._chosen(expr)
+        if chosen is not None:
+            condition, *sides = chosen
             yield from self.checks(condition)
             for side, holds in zip(sides, (condition, tirx.Not(condition)), strict=True):
                 for check in self.checks(side):
@@ -275,6 +276,10 @@ class _Guards:
             yield from self._access(expr.source, expr.indices)
         if isinstance(expr, DIVISIONS) and is_integer(dtype_of(expr)):
             yield from self._divisor(expr.b)
+
+    def _chosen(self, expr: Expr) -> Sequence[Expr] | None:
+        """A condition, and what is computed where it holds and where it does not."""
+        return expr.args if is_if_then_else(expr) else None
 
     def _access(self, buffer: Var, indices: Iterable[Expr]) -> Iterator[_Check]:
         for axis, (index, extent) in enumerate(zip(indices, buffer.ty.shape, strict=False)):
@@ -303,7 +308,12 @@ class _Guards:
 
 
 class _OfIndices(_Guards):
-    """Divisors are not checked."""
+    """Divisors are not checked, and of two values of which one counts only that."""
+
+    def _chosen(self, expr: Expr) -> Sequence[Expr] | None:
+        if isinstance(expr, tirx.Select):
+            return expr.condition, expr.true_value, expr.false_value
+        return super()._chosen(expr)
 
     def _divisor(self, divisor: Expr) -> Iterator[_Check]:
         return iter(())
