@@ -3,6 +3,7 @@
     <!-- made of commands -->    every sub-command and option of the command line
     <!-- made of tvm_fusion -->  the names of a module, each with the first line of its docstring
     <!-- made of operators.onnx -->  (or .torch) a row for each operator of a framework
+    <!-- made of database -->  what of PyTorch's database of operators is right, by results
     <!-- end -->
 
 Operators are those of the version that the page names; with another one installed they stay.
@@ -41,7 +42,8 @@ def made(text: str, of_any_version: bool = False) -> str:
                 return found[0]
             content = operators(kind)
         else:
-            content = commands() if kind == "commands" else names(kind)
+            parts = {"commands": commands, "database": database}
+            content = parts[kind]() if kind in parts else names(kind)
         return f"{found[1]}\n{content}\n\n{found[3]}"
 
     return filled(_BLOCK.sub(block, text), ROOT)
@@ -95,6 +97,25 @@ def operators(framework: str) -> str:
         share = f" {opsets} | {passed} of {count} |" if count else f" {opsets} | |"
         lines.append(f"| `{row.name}` | {row.by.value} |" + (share if tests else ""))
     return "\n".join(lines[1:])
+
+
+def database() -> str:
+    """A row for each result of `tests.opdb` that has inductor beside it, by version of PyTorch."""
+    lines = [
+        "| PyTorch | judged | right | refused | right by inductor | of these here | one graph in "
+        "inductor | of these here |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for path in sorted((ROOT / "tests/results").glob("opdb_float32_torch_2_*.json")):
+        result = json.loads(path.read_text())
+        counts = result["counts"]["float32"]
+        judged = len(result["rows"]) - counts["not judged"]
+        cells = [result["versions"]["torch"], judged, counts["right"], counts["refused"]]
+        for theirs in ("right by inductor", "right by inductor as one graph"):
+            both = counts[f"{theirs} and here"]
+            cells += [counts[theirs], f"{both} ({both / counts[theirs]:.1%})"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
 
 
 def _version(framework: str) -> str:
