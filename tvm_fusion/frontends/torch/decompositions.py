@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import images
+from . import images, resizes
 from .backward import BACKWARD
 from .complex import complex_numbers, fourier
 from .complex.complex_matrices import MATRICES
@@ -35,6 +35,7 @@ KEPT_WHOLE = (
     _aten.select_scatter.default,
     _aten.cosine_similarity.default,
     *images.REPEATED,
+    *resizes.DECOMPOSITIONS,
 )
 
 
@@ -152,6 +153,7 @@ BY_TORCH = (
 
 PUT_RIGHT = {
     **images.DECOMPOSITIONS,
+    **resizes.DECOMPOSITIONS,
     **BACKWARD,
     **COMPOSITES,
     **SCATTERS,

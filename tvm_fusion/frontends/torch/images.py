@@ -1,7 +1,7 @@
-"""Converters for images: pooling with places or a divisor of its own, and other sizes of an image.
+"""Converters for images: pooling with places or a divisor of its own, nearest elements of images of
+other sizes (interpolated ones: `resizes`), sampled volumes.
 
     y, places = max_pool2d(x, 2, return_indices=True)    windows read by constant places, argmax
-    y = interpolate(x, size, antialias=True)             a product with a constant matrix an axis
 
 What TVM gets right of the rest is left to it (`importer` holds all results to their shapes).
 """
@@ -18,10 +18,9 @@ import torch
 from torch import fx
 from tvm import relax
 
-from ...errors import FrontendError
 from .importer import Importer, bound_arguments
 from .indexing import taken
-from .operators import HALVES, Converter
+from .operators import Converter
 from .orders import place_of_extremum
 
 _aten = torch.ops.aten
@@ -187,40 +186,6 @@ def _integer_means(importer: Importer, node: fx.Node, rank: int) -> relax.Expr:
     return importer.emit(relax.op.reshape(means, [*lead, *map(int, like.shape[-rank:])]))
 
 
-def _by_matrices(importer: Importer, node: fx.Node) -> relax.Expr:
-    """Other sizes of [.., height, width], where the pixels of each axis are a linear function of
-    the old ones: its matrix is what PyTorch makes of the identity.
-    """
-    args = bound_arguments(node)
-    x, dtype = importer.value_of(node.args[0]), importer.dtype_of(node)
-    wide = "float32" if dtype in HALVES else dtype
-    old, new = node.args[0].meta["val"].shape[-2:], node.meta["val"].shape[-2:]
-    if not all(isinstance(size, int) for size in (*old, *new)):
-        raise FrontendError(
-            f"{node.target} of an image of symbolic size: give its sizes as numbers"
-        )
-    y = importer.cast(x, wide)
-    scales = args.get("scales_h"), args.get("scales_w")
-    rows, columns = (
-        _matrix(node.target, old[axis], new[axis], args["align_corners"], scales[axis])
-        for axis in (0, 1)
-    )
-    y = importer.emit(relax.op.matmul(y, relax.const(np.ascontiguousarray(columns.T), wide)))
-    y = importer.emit(relax.op.matmul(relax.const(np.ascontiguousarray(rows), wide), y))
-    return importer.cast(y, dtype)
-
-
-def _matrix(
-    resize: Callable, old: int, new: int, align_corners: bool, scale: float | None
-) -> torch.Tensor:
-    """[new, old]: what an operator that resizes images does along one axis.
-
-    The images are two pixels wide: of those of one PyTorch 2.14 makes rows that are all alike.
-    """
-    pixels = torch.eye(old, dtype=torch.float64)[None, :, :, None].repeat(1, 1, 1, 2)
-    return resize(pixels, [new, 2], align_corners, scale, None)[0, :, :, 0].T
-
-
 def _enlarged(importer: Importer, node: fx.Node) -> relax.Expr:
     """Whole times the size by the nearest element: `_repeated` lets no other sizes stay."""
     x = importer.value_of(bound_arguments(node)["input"])
@@ -244,8 +209,6 @@ CONVERTERS: dict[str, Converter] = {
     "_upsample_nearest_exact1d.vec": _enlarged,
     "_upsample_nearest_exact2d.vec": _enlarged,
     "_upsample_nearest_exact3d.vec": _enlarged,
-    "_upsample_bilinear2d_aa.default": _by_matrices,
-    "_upsample_bicubic2d_aa.default": _by_matrices,
 }
 
 
@@ -303,25 +266,6 @@ def _repeated(original: Any) -> Callable[..., Any]:
         if whole and all(_repeats(a, b, is_exact) for a, b in pairs):
             return NotImplemented
         return torch._decomp.decomposition_table[original](x, output_size, scale_factors)
-
-    return decompose
-
-
-def _bilinear(original: Any) -> Callable[..., Any]:
-    """Factors that are not the ratio of the sizes, which alone TVM knows."""
-
-    def decompose(
-        x: torch.Tensor, output_size: Any, align_corners: bool, scale_factors: Any = None
-    ) -> Any:
-        rank = x.ndim - 2
-        exact = scale_factors is None or all(
-            size * factor == int(size * factor)
-            for size, factor in zip(x.shape[-rank:], scale_factors, strict=True)
-        )
-        if exact or align_corners:
-            return NotImplemented
-        table = torch._decomp.decomposition_table
-        return table[original](x, output_size, align_corners, scale_factors)
 
     return decompose
 
@@ -386,7 +330,6 @@ def _padded(at: torch.Tensor, size: int, mode: int, align_corners: bool) -> torc
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _aten.upsample_nearest2d.vec: _nearest(_aten.upsample_nearest2d.vec),
     **{operator: _repeated(operator) for operator in REPEATED},
-    _aten.upsample_bilinear2d.vec: _bilinear(_aten.upsample_bilinear2d.vec),
     _aten.grid_sampler_3d.default: _sampled_volume,
     _aten.grid_sampler_2d.default: torch._decomp.decomposition_table[_aten.grid_sampler_2d.default],
 }

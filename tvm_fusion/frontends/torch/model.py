@@ -46,6 +46,7 @@ from . import (
     operators,
     orders,
     products,
+    resizes,
     slices,
 )
 from .assertions import drop_assertions
@@ -90,6 +91,7 @@ CONVERTERS = {
     **linalg.CONVERTERS,
     **loops.CONVERTERS,
     **two_variables.CONVERTERS,
+    **resizes.CONVERTERS,
     **slices.CONVERTERS,
     **scatters.CONVERTERS,
     **writes.CONVERTERS,

@@ -330,11 +330,17 @@ def _moments_are_read(node: fx.Node) -> bool:
 def _moments(
     importer: Importer, x: relax.Expr, axes: list[int], eps: float, node: fx.Node
 ) -> list[relax.Expr]:
-    """Means and inverse deviations along axes, in the shapes and types of a norm's last results."""
+    """Means and inverse deviations along axes, in the shapes and types of a norm's last results.
+
+    Of infinite numbers neither is a number: PyTorch computes both by Welford's method.
+    """
     x = importer.cast(x, _accumulator(str(x.ty.dtype)))
     variance = importer.emit(relax.op.variance(x, axes))
+    lost = importer.emit(relax.op.isnan(variance))
+    mean = importer.emit(relax.op.mean(x, axes))
+    mean = importer.emit(relax.op.where(lost, variance, mean))
     variance = importer.emit(relax.op.add(variance, relax.const(eps, x.ty.dtype)))
-    moments = importer.emit(relax.op.mean(x, axes)), importer.emit(relax.op.rsqrt(variance))
+    moments = mean, importer.emit(relax.op.rsqrt(variance))
     likes = node.meta["val"][1:]
     return [
         importer.emit(
