@@ -105,7 +105,7 @@ def test_checks_of_other_values_stay():
                 builder.emit(call)
         builder.emit_func_output(x)
     found = {"main": (weights.Weight("w", (2,), "float32"),)}
-    main = weight_values.TrustWeights(found)(builder.get())["main"]
+    main = weight_values.TrustParameters(found, {})(builder.get())["main"]
     values = [b.value for block in main.body.blocks for b in block.bindings]
     assert [(v.op.global_symbol.split(".")[-1], v.args[0].name) for v in values] == [
         ("check_tensor_info", "x"),

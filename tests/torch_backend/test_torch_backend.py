@@ -712,3 +712,14 @@ def test_a_model_on_a_gpu_runs_there(options, modules):
     for given, wanted in kept:
         torch.testing.assert_close(given, wanted, rtol=5e-3, atol=5e-3)
     assert all(m.cuda_graph_refusal is None for m in modules)
+
+
+def test_a_graph_of_one_part_gives_results_in_their_order_and_number():
+    def function(x, unused, y):
+        total = x + y
+        return total, y * 2, total
+
+    run = compiled(function)
+    inputs = [torch.randn(3, 4) for _ in range(3)]
+    for _ in range(3):
+        torch.testing.assert_close(run(*inputs), function(*inputs))

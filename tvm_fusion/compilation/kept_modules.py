@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 MOST_MODULES = 64
 NEW = "new_"
 LEAST_S = 2.0  # what takes less is compiled again: writing it takes half a second
-_FORMAT = 2
+_FORMAT = 3
 _LIBRARY, _FACTS, _WRITTEN = "module.so", "facts.pickle", "written.json"
 
 

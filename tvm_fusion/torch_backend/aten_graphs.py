@@ -42,7 +42,7 @@ def traced(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> 
         As Dynamo gives both.
     compiler : callable
         Takes the traced graph and the numbers of the inputs that are parameters and buffers, and
-        returns a function of a list of all inputs, which it may empty.
+        returns a function of a list of all inputs, which says that it is such (`_boxed_call`).
 
     Returns
     -------
@@ -54,13 +54,7 @@ def traced(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> 
         if any(map(is_complex_node, traced.graph.nodes)):
             read_parts(traced.graph)
             traced.graph.eliminate_dead_code()
-        run = compiler(traced, frozenset() if gathered else _static_inputs())
-
-        def call(given: list[Any]) -> Any:
-            return run(given)
-
-        call._boxed_call = True
-        return call
+        return compiler(traced, frozenset() if gathered else _static_inputs())
 
     gathered = _are_gathered(graph)
     whole, table = _tables()

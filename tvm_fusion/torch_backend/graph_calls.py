@@ -16,7 +16,7 @@ from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends.torch.refusals import OperatorsRefused, listed
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 from tvm_fusion.torch_backend.options import BackendOptions
-from tvm_fusion.torch_backend.part_calls import PartCalls
+from tvm_fusion.torch_backend.part_calls import PartCalls, picker
 from tvm_fusion.torch_backend.part_reports import PartReport, tell, trace
 from tvm_fusion.torch_backend.partition import NAME, Partition, partitioned
 
@@ -26,6 +26,8 @@ _numbers = itertools.count()
 class GraphCalls:
     """Runs one graph; takes a list of its inputs and returns what it returns."""
 
+    _boxed_call = True  # what AOTAutograd asks: whether it takes a list
+
     def __init__(
         self, graph: fx.GraphModule, static: frozenset[int], options: BackendOptions
     ) -> None:
@@ -34,16 +36,16 @@ class GraphCalls:
         self._number = next(_numbers)
         self._compile_id = CompileContext.current_compile_id()
         self._lock = threading.RLock()
-        self._run: Callable[..., Any] | None = None
+        self._run: Callable[[list[Any]], Any] | None = None
 
     def __call__(self, inputs: list[Any]) -> Any:
         run = self._run
         if run is None:
             with self._lock:
                 run = self._run = self._run or self._made(inputs)
-        return run(*inputs)
+        return run(inputs)
 
-    def _made(self, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _made(self, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Cut the graph, import its parts, and have it call them."""
         refused: dict[str, str] = {}
         while True:
@@ -55,10 +57,12 @@ class GraphCalls:
             refused |= found
         trace(f"graph{self._number}_parts", lambda: _text(cut), self._compile_id)
         self._tell_of_outside(cut)
+        if len(parts) == 1 and (run := _alone(cut, parts[0])):
+            return run
         for number, (call, part) in enumerate(zip(cut.parts, parts, strict=True)):
             _call(call, part, number)
         cut.graph.recompile()
-        return cut.graph.forward
+        return lambda given: cut.graph.forward(*given)
 
     def _parts(self, cut: Partition, inputs: Sequence[Any]) -> list[PartCalls]:
         constant = self._values(cut, inputs)
@@ -137,6 +141,33 @@ def _refused(
         except OperatorsRefused as error:
             found |= {one.node.meta[NAME]: one.why for one in error.refused}
     return found
+
+
+def _alone(cut: Partition, part: PartCalls) -> Callable[[list[Any]], Any] | None:
+    """A call of the only part of a graph that does nothing else; None where it does."""
+    (call,) = cut.parts
+    placeholders = cut.graph.graph.find_nodes(op="placeholder")
+    (results,) = cut.graph.graph.output_node().args
+    known = {*placeholders, call, cut.graph.graph.output_node(), *call.users}
+    is_result = all(n.target is operator.getitem and n.args[0] is call for n in call.users)
+    if not is_result or not all(result in call.users for result in results):
+        return None
+    if any(node not in known for node in cut.graph.graph.nodes):
+        return None
+    taken = [placeholders.index(node) for node in call.args]
+    given = [node.args[1] for node in results]
+    (all_results,) = cut.graph.get_submodule(call.target).graph.output_node().args
+    take = None if taken == list(range(len(placeholders))) else picker(taken)
+    give = None if given == list(range(len(all_results))) else picker(given)
+
+    if take is None and give is None:
+        return part.run
+
+    def run(inputs: list[Any]) -> Any:
+        found = part.run(inputs if take is None else take(inputs))
+        return found if give is None else give(found)
+
+    return run
 
 
 def _call(call: fx.Node, part: PartCalls, number: int) -> None:

@@ -90,14 +90,19 @@ class PartCalls:
             self._keeps_symbols = False
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        return self.run(inputs)
+
+    def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """A call with these inputs."""
         builds = self._builds
         build = builds[-1] if builds else None
-        if build is None or not build.fits(inputs):
+        if build is None or (build.is_for_some and not build.fits(inputs)):
             with self._lock:
                 build = self._find(inputs)
-        results = self._part(*inputs) if build.run is None else build.run(inputs)
+        run = build.run
+        results = self._part(*inputs) if run is None else run.call_with(inputs)
         if self._updates:
-            self._update(inputs, results, () if build.run is None else build.run.in_place)
+            self._update(inputs, results, () if run is None else run.in_place)
         return results
 
     def _update(
@@ -108,9 +113,7 @@ class PartCalls:
         if copied:  # counters of all layers of a cache, on a GPU in one launch
             targets, values = zip(*((inputs[i], results[r]) for i, r in copied), strict=True)
             torch._foreach_copy_(targets, values)
-        for number in in_place:
-            if not inputs[number].is_inference():
-                increment_version(inputs[number])
+        increment_version([x for x in map(inputs.__getitem__, in_place) if not x.is_inference()])
 
     def _find(self, inputs: Sequence[Any]) -> "_Build":
         """The build for inputs that the latest one does not fit."""
@@ -217,13 +220,15 @@ class PartCalls:
 
     def _described(self, inputs: Sequence[Any], run: "_Run | None", keep_symbols: bool) -> "_Build":
         keeps = keep_symbols and run is not None
+        conditions = self._numbers or self._shapes_of
         weights = self._weights if run is not None else ()
         frozen = self._options.frozen
         watched = {i: inputs[i] for i in weights if not (frozen or inputs[i].is_inference())}
         return _Build(
             run,
+            bool(weights or (conditions and not keeps)),
             weights,
-            _picker(weights),
+            picker(weights),
             [inputs[i] for i in weights],
             watched,
             list(map(_version, watched.values())),
@@ -240,6 +245,8 @@ class _Build:
     ----------
     run : _Run or None
         None where it runs in torch.
+    is_for_some : bool
+        Whether there are inputs that it is not right for.
     numbers : tuple of int
         The inputs that are weights.
     pick : callable
@@ -255,6 +262,7 @@ class _Build:
     """
 
     run: "_Run | None"
+    is_for_some: bool
     numbers: tuple[int, ...]
     pick: Callable[[Sequence[Any]], Sequence[Any]]
     weights: list[torch.Tensor]
@@ -297,21 +305,26 @@ class _Run:
         self._module, self._made, self._device = module, made, device
         self.in_place = made.in_place.keys()
         updated = {result for _, result in updates}
+        module.unread = frozenset(result for i, result in updates if i in made.in_place)
         self._shared = [i for i, own in enumerate(module.own) if not own and i not in updated]
         numbers = [i for i, _ in made.tensors]
-        self._pick = _picker(numbers)
+        self._pick = picker(numbers)
         self._is_plain = not made.sizes and not made.lies_elsewhere(device)
         self._is_plain &= all(order is None for _, order in made.tensors)
+        self._takes_all = self._is_plain and numbers == list(range(made.count))
         self._has_inputs = bool(numbers)
         self._moved = [
             (i, given.order, None if given.device == device else given.device)
             for i, given in enumerate(made.results)
-            if given.order is not None or given.device != device
+            if (given.order is not None or given.device != device) and i not in module.unread
         ]
 
-    def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        results = self._module(*(self._pick(inputs) if self._is_plain else self._lent(inputs)))
-        if not self._has_inputs:  # those of TVM
+    def call_with(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """The results for the inputs of the part."""
+        if not self._takes_all:
+            inputs = self._pick(inputs) if self._is_plain else self._lent(inputs)
+        results = self._module.call_with(inputs)
+        if not self._has_inputs:  # those of TVM, and nothing is written to
             results = tuple(map(torch.from_dlpack, results))
         if not self._moved and not self._shared:
             return results
@@ -331,7 +344,7 @@ class _Run:
         return [tensor.to(self._device) for tensor in tensors]
 
 
-def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """A function that takes these elements of a sequence."""
     if len(numbers) > 1:
         return operator.itemgetter(*numbers)

@@ -43,6 +43,8 @@ class ReadyPart:
 
     Attributes
     ----------
+    count : int
+        How many inputs the part has.
     graph : fx.GraphModule
         Takes weights, tensors and then sizes, each of these as the first extent of an empty tensor.
     weights : dict of str to int
@@ -56,6 +58,7 @@ class ReadyPart:
         Which inputs of the part are written to, and the nodes of the graph that do so.
     """
 
+    count: int
     graph: fx.GraphModule
     weights: dict[str, int]
     tensors: tuple[tuple[int, tuple[int, ...] | None], ...]
@@ -138,7 +141,8 @@ def ready(
     names = {i: placeholders[i].name for i, _ in updates}
     writes = {i: _writes_of(module, names[i], result) for i, result in updates}
     in_place = {i: nodes for i, nodes in writes.items() if nodes}
-    return ReadyPart(module, found, tuple(tensors), sizes, results, in_place)
+    count = len(placeholders)
+    return ReadyPart(count, module, found, tuple(tensors), sizes, results, in_place)
 
 
 class _Copy:

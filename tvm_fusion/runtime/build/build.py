@@ -18,7 +18,7 @@ from tvm.tirx.build import codegen_build
 
 from ...errors import BuildError
 from ...host.stages import stepped
-from ...ir.weights import with_values
+from ...ir.weights import Weight, with_values
 from ...transform.functions.functions import with_functions
 from ...transform.memory.plan_memory import SETTLE
 from ..calls.call_memory import MemoryPlan, planned_memory
@@ -34,6 +34,7 @@ from ..calls.written_inputs import own_outputs, written_inputs
 from . import cubin_cache
 from .cubin_cache import Compiling
 from .cuda_compiler import DeviceCode, cuda_arch, find_compiler, kernel_names
+from .destinations import AddDestinations, Destinations
 from .kernel_code import (
     CudaUnit,
     KernelBuildError,
@@ -47,7 +48,7 @@ from .kernel_code import (
 from .lowering import SCHEDULED_ATTR, ScheduleLeftovers, lowering_pipeline, mixed_tir_pipeline
 from .plain_schedule import PLAIN_ATTR
 from .resources import KernelResources, resources_of
-from .weight_values import TrustWeights, WeightsAsParameters, WeightValues
+from .weight_values import TrustParameters, WeightsAsParameters, WeightValues
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile
@@ -93,6 +94,8 @@ class Built:
         Inputs of the function that it writes into, by position.
     own : tuple of bool
         Of each output tensor, whether it has memory of its own (see `own_outputs`).
+    destinations : Destinations or None
+        The function beside it that is given such outputs.
     plain : Mapping[str, str]
         The PrimFuncs that no rule could schedule, and how they run (see `plain_schedule`).
     weights : WeightValues or None
@@ -112,6 +115,7 @@ class Built:
     memory: MemoryPlan
     writes: tuple[int, ...] = ()
     own: tuple[bool, ...] = ()
+    destinations: Destinations | None = None
     plain: Mapping[str, str] = field(default_factory=dict)
     weights: WeightValues | None = None
     entries: tuple[str, ...] = ()
@@ -129,7 +133,8 @@ class Built:
         if self.weights:
             self.weights.settle()
         entries = self.entries or (self.signature.function,)
-        built = build_entries(with_values(self.written()), entries, self.target)
+        mod = with_values(self.written())
+        built = build_entries(mod, entries, self.target, destinations=False)
         return built[self.signature.function].executable
 
     @property
@@ -166,6 +171,7 @@ def build_entries(
     compile_kernels: bool = True,
     ahead: CompiledAhead | None = None,
     plan_memory: bool = True,
+    destinations: bool = True,
 ) -> dict[str, Built]:
     """Build a module whose PrimFuncs are written kernels (see `lowering.lowering_pipeline`).
 
@@ -185,6 +191,8 @@ def build_entries(
         The code of PrimFuncs that is known already: their bodies are not looked at.
     plan_memory : bool
         Whether this package plans memory where it can; else TVM does.
+    destinations : bool
+        Whether there is a function beside each that is given outputs, where that can be.
 
     Returns
     -------
@@ -204,9 +212,13 @@ def build_entries(
         target = hw.to_target()
     cubin_cache.install()
     builder = relax.ExecBuilder()
-    library, codes, planned, functions, weights = None, [], [], {}, {}
+    library, codes, planned, functions = None, [], [], {}
+    weights: dict[str, tuple[Weight, ...]] = {}
+    given: dict[str, Destinations] = {}
     with target:
-        own = [WeightsAsParameters(entries, weights)], [TrustWeights(weights)]
+        beside = AddDestinations(entries if destinations else (), given)
+        bound = WeightsAsParameters(entries, weights, given)
+        own = [beside], [bound], [TrustParameters(weights, given)]
         lowered = lowering_pipeline(target, planned.append, plan_memory, *own)(mod)
         rest = vm_build._vmcodegen(builder, lowered)
         functions = {g: f for g, f in rest.functions_items() if isinstance(f, tirx.PrimFunc)}
@@ -238,6 +250,7 @@ def build_entries(
             memory=planned_memory(planned[0], entry),
             writes=written_inputs(mod, entry),
             own=own_outputs(planned[0], entry),
+            destinations=given.get(entry),
         )
         for entry in entries
     }

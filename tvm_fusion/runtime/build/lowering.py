@@ -61,14 +61,15 @@ def lowering_pipeline(
     target: tvm.target.Target,
     observe: Callable[[tvm.IRModule], Any] | None = None,
     plan_memory: bool = True,
+    planned: Sequence[tvm.transform.Pass] = (),
     last: Sequence[tvm.transform.Pass] = (),
     lowered: Sequence[tvm.transform.Pass] = (),
 ) -> tvm.transform.Pass:
     """Return the Relax passes that turn a module of kernels into VM calls.
 
     `observe` is given the module once its memory is planned (see `call_memory.planned_memory`): on
-    a GPU by this package, unless `plan_memory` is False, else by TVM. `last` runs when nothing but
-    calls of functions is left, `lowered` when the sizes of tensors are read, too.
+    a GPU by this package, unless `plan_memory` is False, else by TVM. `planned` runs then, `last`
+    when nothing but calls of functions is left, `lowered` when the sizes of tensors are read, too.
 
     Nothing is fused here. Operators that are still high-level get TVM's legalisation, and on a GPU
     PrimFuncs without the attribute "tirx.is_scheduled" get DLight's default schedule.
@@ -89,6 +90,7 @@ def lowering_pipeline(
         relax.transform.LowerAllocTensor(),
         relax.transform.KillAfterLastUse(),
         *([_Observe(observe)] if observe else []),
+        *planned,
         relax.transform.LowerRuntimeBuiltin(),
         relax.transform.ComputePrimValue(),
         *last,

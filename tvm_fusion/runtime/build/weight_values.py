@@ -16,6 +16,7 @@ from tvm.runtime import Tensor
 
 from ...errors import BuildError
 from ...ir.weights import Recipe, Weight, as_parameters, origins
+from .destinations import Destinations
 
 CHECKS = ("vm.builtin.check_tensor_info", "vm.builtin.match_shape")
 
@@ -24,37 +25,48 @@ Compile = Callable[[tvm.IRModule, tvm.target.Target], tuple[tvm.runtime.Module, 
 
 @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.WeightsAsParameters")
 class WeightsAsParameters:
-    """Makes parameters of the stand-ins of some functions, behind their inputs, and tells `found`
-    for what.
+    """Makes parameters of the stand-ins of some functions, behind their inputs and `destinations`,
+    and tells `found` for what.
     """
 
-    def __init__(self, functions: Sequence[str], found: dict[str, tuple[Weight, ...]]) -> None:
-        self.functions, self.found = functions, found
+    def __init__(
+        self,
+        functions: Sequence[str],
+        found: dict[str, tuple[Weight, ...]],
+        destinations: Mapping[str, Destinations],
+    ) -> None:
+        self.functions, self.found, self.destinations = functions, found, destinations
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return `mod` without stand-ins."""
-        changed, found = as_parameters(mod, self.functions)
+        beside = [one.function for one in self.destinations.values()]
+        changed, found = as_parameters(mod, [*self.functions, *beside])
         self.found.update(found)
         return changed
 
 
-@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.TrustWeights")
-class TrustWeights:
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.TrustParameters")
+class TrustParameters:
     """Takes out what looks at each weight in each call, whether it is a tensor of its shape (200 of
-    them: 30 us): nobody but `WeightValues` gives them. Runs after VMShapeLower, which puts it in.
+    them: 30 us): nobody but `WeightValues` gives them. Of functions with `destinations` that goes
+    for all parameters. Runs after VMShapeLower, which puts it in.
     """
 
-    def __init__(self, found: Mapping[str, tuple[Weight, ...]]) -> None:
-        self.found = found
+    def __init__(
+        self, found: Mapping[str, tuple[Weight, ...]], destinations: Mapping[str, Destinations]
+    ) -> None:
+        self.found, self.destinations = found, destinations
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return `mod` without the checks of weights."""
+        """Return `mod` without these checks."""
         out = mod.clone()
         for name, weights in self.found.items():
-            if weights:
-                func = mod[name]
-                own = set(func.params[len(func.params) - len(weights) :])
-                out.update_func(mod.get_global_var(name), _unchecked(func, own))
+            func = mod[name]
+            own = func.params[len(func.params) - len(weights) :] if weights else []
+            if any(one.function == name for one in self.destinations.values()):
+                own = func.params
+            if own:
+                out.update_func(mod.get_global_var(name), _unchecked(func, set(own)))
         return out
 
 

@@ -101,6 +101,8 @@ class CompiledModule:
         The inputs that the function writes to.
     own : tuple of bool
         The outputs that have memory of their own, which a NumPy array of the caller can be.
+    unread : frozenset of int
+        Outputs that callers do not look at: what they get in their places may be None.
     """
 
     report = Later()
@@ -133,6 +135,7 @@ class CompiledModule:
         self._beside = beside
         self.writes: tuple[int, ...] = built.writes if built else ()
         self.own: tuple[bool, ...] = built.own if built else ()
+        self.unread: frozenset[int] = frozenset()
         self._again: RepeatedCall | None = None
         self._graph_mode = GraphMode()
         self._source: SourceCalls | None = None
@@ -200,7 +203,19 @@ class CompiledModule:
     @cached_property
     def _repeated(self) -> Repeated:
         on_cpu, writes = self.device.type == "cpu", bool(self.writes)
-        return Repeated(self.vm[self.function], self.lock, on_cpu, self.own, writes)
+        given = self.built and self.built.destinations
+        main = self.vm[self.function]
+        return Repeated(main, self.lock, on_cpu, self.own, writes, given, given and self._into)
+
+    @property
+    def _into(self) -> Callable[..., Any]:
+        """What takes the destinations of outputs behind inputs."""
+        given, built = self.built.destinations, self._executable
+        if given.kernel is not None:
+            library = built.jit() if isinstance(built, tvm.runtime.Executable) else built
+            if library.implements_function(given.kernel, query_imports=True):
+                return library.get_function(given.kernel, query_imports=True)
+        return self.vm[given.function]
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -268,9 +283,14 @@ class CompiledModule:
         TargetError
             If this machine lacks the device.
         """
-        return self._call(inputs) if self._source is None else self._source_call(inputs)
+        return self.call_with(inputs) if self._source is None else self._source_call(inputs)
 
-    def _call(self, inputs: Sequence[Any]) -> Any:
+    def call_with(self, inputs: Sequence[Any]) -> Any:
+        """A call with what the function itself takes, which gives what it returns; errors as above.
+
+        That is not what callers of a model of PyTorch take and give, where it writes into tensors,
+        keeps some, or returns more than new ones.
+        """
         if self.index_checks is not None:
             self._check_indices(inputs)
         formats = self.signature.formats
@@ -290,7 +310,7 @@ class CompiledModule:
             result = from_tvm(self.run(arguments), kind, torch_device, self.own)
             write_back(self.writes, inputs, arguments)
             if self._graph_mode.options is None:
-                self._again = self._repeated.call(given, arguments, kind)
+                self._again = self._repeated.call(given, arguments, kind, self.unread)
             return returned(formats, result)
 
     def _check_indices(self, inputs: Sequence[Any]) -> None:
@@ -304,7 +324,7 @@ class CompiledModule:
         inputs = source.given(callers)
         kind, torch_device = self.check(inputs)
         if not source.convention.keeps:
-            outputs = _flat(self._call(inputs))
+            outputs = _flat(self.call_with(inputs))
             return source.results(self.signature, callers, outputs, kind)
         if self.index_checks is not None:
             self._check_indices(inputs)

@@ -15,9 +15,8 @@ arrays; 5.5 and 60 where each call is checked in Python, and arrays are copied t
 
 from __future__ import annotations
 
-import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -29,7 +28,10 @@ import tvm_ffi
 
 from ...host import threads as _threads
 from ...host.native import address_of, library, load_ir
-from .tensors import ALIGNMENT, NATIVE, Kind, from_tvm, kind_of, result_kind
+from ..build.destinations import Destinations
+from .checked_tensors import CheckedTensors, Like, can_check
+from .new_tensors import maker
+from .tensors import NATIVE, Kind, from_tvm, kind_of, result_kind
 
 # Bytes of NumPy arrays that memory is kept for: 8 us of copying, a tenth of what it saves.
 MOST_STAGED_BYTES = 256 << 10
@@ -50,6 +52,9 @@ class Repeated:
         The outputs that a NumPy array can be, see `from_tvm`.
     writes : bool
         Whether it writes to inputs.
+    destinations : Destinations or None
+    into : tvm_ffi.Function or None
+        The function of these.
     """
 
     function: Any
@@ -57,9 +62,15 @@ class Repeated:
     on_cpu: bool
     own: tuple[bool, ...]
     writes: bool
+    destinations: Destinations | None = None
+    into: Any = None
 
     def call(
-        self, inputs: Sequence[Any], arguments: Sequence[Any], kind: Kind
+        self,
+        inputs: Sequence[Any],
+        arguments: Sequence[Any],
+        kind: Kind,
+        unread: Container[int] = (),
     ) -> RepeatedCall | None:
         """Return a call of the function on inputs like these, which were checked; it returns None
         for others, and outputs of the kind that belongs to its inputs.
@@ -70,6 +81,8 @@ class Repeated:
             What the caller gave, and as the function takes them.
         kind : Kind
             Of the outputs.
+        unread : container of int
+            Outputs that may be None.
 
         Returns
         -------
@@ -82,7 +95,11 @@ class Repeated:
             return _staged_call(self, arguments) if self._can_stage(inputs, arguments) else None
         pairs = zip(inputs, arguments, strict=True)
         is_lent = all(kind_of(x) is kind and x.data_ptr() == a.data_ptr() for x, a in pairs)
-        return _lent_call(self, arguments, kind) if is_lent and _checker() else None
+        if not is_lent or not can_check():
+            return None
+        if kind is Kind.TORCH and self.destinations is not None:
+            return _filling_call(self, arguments, unread)
+        return _lent_call(self, arguments, kind)
 
     def lends(self, result: Any) -> bool:
         """Whether what the function returns is a tensor whose memory can be an array's."""
@@ -102,8 +119,8 @@ class Repeated:
 def _lent_call(repeated: Repeated, arguments: Sequence[Any], kind: Kind) -> RepeatedCall:
     """A call on the memory of the caller's tensors."""
     lock, on_cpu = repeated.lock, repeated.on_cpu
-    table = _table(repeated.function, arguments)
-    checked = _checked(table)
+    checked = CheckedTensors(list(map(_like, arguments)), repeated.function)
+    run = checked.call
     usual = tvm.runtime.Tensor if kind is Kind.TVM else sys.modules["torch"].Tensor
     usual_only = {usual}
 
@@ -112,14 +129,15 @@ def _lent_call(repeated: Repeated, arguments: Sequence[Any], kind: Kind) -> Repe
             _threads.kernel_threads()
         with lock:
             try:
-                result = checked(*inputs)
+                result = run(*inputs)
             except Exception:
-                if table[_STARTED]:
-                    table[_STARTED] = 0
+                if checked.has_failed():
                     raise
                 return None  # no tensor of TVM's can be made of an input: the check says why
         if result is None or type(result) is usual:
             return result
+        if type(result) is int:  # it returned nothing
+            return None
         if set(map(type, inputs)) == usual_only:
             if kind is Kind.TORCH and type(result) is tvm_ffi.Array:
                 return _tensors(result, inputs[0])
@@ -127,6 +145,57 @@ def _lent_call(repeated: Repeated, arguments: Sequence[Any], kind: Kind) -> Repe
         return from_tvm(result, result_kind([kind_of(x) for x in inputs]), None, repeated.own)
 
     return call
+
+
+def _filling_call(
+    repeated: Repeated, arguments: Sequence[Any], unread: Container[int]
+) -> RepeatedCall:
+    """A call on the memory of the caller's tensors of torch, which writes to new ones."""
+    lock, on_cpu, tensor = repeated.lock, repeated.on_cpu, sys.modules["torch"].Tensor
+    outputs, is_tuple = repeated.destinations.outputs, repeated.destinations.is_tuple
+    given = [output for output in outputs if output is not None]
+    device = arguments[0].device
+    make = maker(given, device)
+    like = [*map(_like, arguments), *((device, *output) for output in given)]
+    checked = CheckedTensors(like, repeated.into)
+    run = checked.call
+    places = [number for number, output in enumerate(outputs) if output is not None]
+    others = [number for number, output in enumerate(outputs) if output is None]
+    read = [(number, i) for i, number in enumerate(others) if number not in unread]
+
+    def call(inputs: Sequence[Any]) -> Any:
+        first = inputs[0] if inputs else None
+        if type(first) is not tensor:
+            first = next((x for x in inputs if isinstance(x, tensor)), None)
+            if first is None:  # the outputs are not torch's
+                return None
+        if on_cpu and not _threads.settled:
+            _threads.kernel_threads()
+        made = make()
+        with lock:
+            try:
+                rest = run(*inputs, *made)
+            except Exception:
+                if checked.has_failed():
+                    raise
+                return None  # no tensor of TVM's can be made of an input: the check says why
+        if rest is None:
+            return None
+        if not others:
+            return made if is_tuple else made[0]
+        results = [None] * len(outputs)
+        for number, value in zip(places, made, strict=True):
+            results[number] = value
+        item = _item()
+        for number, i in read:
+            results[number] = item(rest, i, first)
+        return tuple(results)
+
+    return call
+
+
+def _like(tensor: tvm.runtime.Tensor) -> Like:
+    return tensor.device, tensor.shape, str(tensor.dtype)
 
 
 def _tensors(results: tvm_ffi.Array, like: Any) -> tuple[Any, ...]:
@@ -189,167 +258,3 @@ def _staged_call(repeated: Repeated, arguments: Sequence[Any]) -> RepeatedCall:
 def _lends_to_write() -> bool:
     """Whether NumPy lets arrays be written in memory of others; older releases do not."""
     return np.from_dlpack(tvm.runtime.empty((1,))).flags.writeable
-
-
-# The words of a table: whether the function runs, the function, what calls it, and how many tensors
-# it takes; then of each its device, rank and dtype as DLTensor has them, and its extents.
-_STARTED = 0
-
-
-def _table(function: Any, tensors: Sequence[Any]) -> ctypes.Array[ctypes.c_int64]:
-    call = address_of(library("libtvm_ffi").TVMFFIFunctionCall)
-    words = [0, function.__chandle__(), call, len(tensors)]
-    for tensor in tensors:
-        device, dtype = tensor.device, tensor.dtype
-        words.append(device.dlpack_device_type() | device.index << 32)
-        kind = dtype.type_code | dtype.bits << 8 | dtype.lanes << 16
-        words += [len(tensor.shape) | kind << 32, *map(int, tensor.shape)]
-    return (ctypes.c_int64 * len(words))(*words)
-
-
-def _checked(table: ctypes.Array[ctypes.c_int64]) -> Any:
-    """A function that compares tensors with a table, as long as there is the table."""
-    make = address_of(library("libtvm_ffi").TVMFFIFunctionCreate)
-    return _checker()(ctypes.addressof(table), make)
-
-
-@cache
-def _checker() -> Any:
-    """What makes a function that compares tensors with a table; None where TVM loads no LLVM IR."""
-    try:
-        return load_ir(_CHECKER)["checked"]
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
-# A value is { i32 kind, i32, ptr or number }, of the kind 7 (DLTensor) or 70 (an object with a
-# DLTensor behind its header of 24 bytes). DLTensor is { ptr data, 2 x i32 device, i32 rank, 4 bytes
-# dtype, ptr shape, ptr strides, i64 offset }.
-_CHECKER = f"""\
-%Any = type {{ i32, i32, ptr }}
-
-define internal i32 @check(ptr %table, ptr %arguments, i32 %count, ptr %result) {{
-entry:
-  %at.inputs = getelementptr i64, ptr %table, i64 3
-  %inputs = load i64, ptr %at.inputs
-  %first = getelementptr i64, ptr %table, i64 4
-  %number = trunc i64 %inputs to i32
-  %is.number = icmp eq i32 %count, %number
-  br i1 %is.number, label %next, label %refused
-
-next:
-  %i = phi i64 [ 0, %entry ], [ %i.after, %alike ]
-  %wanted = phi ptr [ %first, %entry ], [ %wanted.after, %alike ]
-  %is.done = icmp eq i64 %i, %inputs
-  br i1 %is.done, label %run, label %input
-
-input:
-  %at.kind = getelementptr %Any, ptr %arguments, i64 %i, i32 0
-  %kind = load i32, ptr %at.kind
-  %at.object = getelementptr %Any, ptr %arguments, i64 %i, i32 2
-  %object = load ptr, ptr %at.object
-  %inside = getelementptr i8, ptr %object, i64 24
-  %is.object = icmp eq i32 %kind, 70
-  %is.plain = icmp eq i32 %kind, 7
-  %tensor = select i1 %is.object, ptr %inside, ptr %object
-  %is.tensor = or i1 %is.object, %is.plain
-  br i1 %is.tensor, label %head, label %refused
-
-head:
-  %data = load i64, ptr %tensor
-  %at.offset = getelementptr i8, ptr %tensor, i64 40
-  %offset = load i64, ptr %at.offset
-  %start = add i64 %data, %offset
-  %beyond = and i64 %start, {ALIGNMENT - 1}
-  %is.aligned = icmp eq i64 %beyond, 0
-  %at.device = getelementptr i64, ptr %tensor, i64 1
-  %device = load i64, ptr %at.device
-  %wanted.device = load i64, ptr %wanted
-  %is.there = icmp eq i64 %device, %wanted.device
-  %at.type = getelementptr i64, ptr %tensor, i64 2
-  %type = load i64, ptr %at.type
-  %at.wanted.type = getelementptr i64, ptr %wanted, i64 1
-  %wanted.type = load i64, ptr %at.wanted.type
-  %is.type = icmp eq i64 %type, %wanted.type
-  %aligned.there = and i1 %is.aligned, %is.there
-  %is.like = and i1 %aligned.there, %is.type
-  br i1 %is.like, label %body, label %refused
-
-body:
-  %rank = and i64 %type, 4294967295
-  %extents = getelementptr i64, ptr %wanted, i64 2
-  %at.shape = getelementptr i64, ptr %tensor, i64 3
-  %shape = load ptr, ptr %at.shape
-  %at.strides = getelementptr i64, ptr %tensor, i64 4
-  %strides = load ptr, ptr %at.strides
-  %is.compact = icmp eq ptr %strides, null
-  br label %axis
-
-axis:
-  %left = phi i64 [ %rank, %body ], [ %d, %stepped ]
-  %step = phi i64 [ 1, %body ], [ %step.after, %stepped ]
-  %is.last = icmp eq i64 %left, 0
-  br i1 %is.last, label %alike, label %compare
-
-compare:
-  %d = sub i64 %left, 1
-  %at.extent = getelementptr i64, ptr %shape, i64 %d
-  %extent = load i64, ptr %at.extent
-  %at.wanted.extent = getelementptr i64, ptr %extents, i64 %d
-  %wanted.extent = load i64, ptr %at.wanted.extent
-  %is.extent = icmp eq i64 %extent, %wanted.extent
-  br i1 %is.extent, label %along, label %refused
-
-along:
-  %step.after = mul i64 %step, %extent
-  %is.one = icmp eq i64 %extent, 1
-  %needs.no.stride = or i1 %is.compact, %is.one
-  br i1 %needs.no.stride, label %stepped, label %stride
-
-stride:
-  %at.stride = getelementptr i64, ptr %strides, i64 %d
-  %given.stride = load i64, ptr %at.stride
-  %is.step = icmp eq i64 %given.stride, %step
-  br i1 %is.step, label %stepped, label %refused
-
-stepped:
-  br label %axis
-
-alike:
-  %i.after = add i64 %i, 1
-  %words = add i64 %rank, 2
-  %wanted.after = getelementptr i64, ptr %wanted, i64 %words
-  br label %next
-
-run:
-  %at.function = getelementptr i64, ptr %table, i64 1
-  %function = load ptr, ptr %at.function
-  %at.call = getelementptr i64, ptr %table, i64 2
-  %call = load ptr, ptr %at.call
-  store i64 1, ptr %table
-  %status = call i32 %call(ptr %function, ptr %arguments, i32 %number, ptr %result)
-  %is.right = icmp eq i32 %status, 0
-  br i1 %is.right, label %done, label %failed
-
-done:
-  store i64 0, ptr %table
-  ret i32 0
-
-failed:
-  ret i32 %status
-
-refused:
-  ret i32 0
-}}
-
-define i32 @__tvm_ffi_checked(ptr %self, ptr %arguments, i32 %count, ptr %result) {{
-  %at.table = getelementptr %Any, ptr %arguments, i64 0, i32 2
-  %table = load ptr, ptr %at.table
-  %at.make = getelementptr %Any, ptr %arguments, i64 1, i32 2
-  %make = load ptr, ptr %at.make
-  %at.made = getelementptr %Any, ptr %result, i64 0, i32 2
-  %status = call i32 %make(ptr %table, ptr @check, ptr null, ptr %at.made)
-  store i32 68, ptr %result
-  ret i32 %status
-}}
-"""

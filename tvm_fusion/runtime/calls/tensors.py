@@ -51,8 +51,13 @@ def result_kind(kinds: Sequence[Kind]) -> Kind:
 
 def describe(value: Any) -> tuple[str, tuple[int, ...]]:
     """Return dtype (TVM's name) and shape of a tensor of any kind."""
-    dtype = value.dtype.name if isinstance(value, np.ndarray) else str(value.dtype)
-    return dtype.removeprefix("torch."), tuple(map(int, value.shape))
+    dtype = value.dtype.name if isinstance(value, np.ndarray) else name_of(value.dtype)
+    return dtype, tuple(map(int, value.shape))
+
+
+def name_of(dtype: Any) -> str:
+    """TVM's name of a dtype of torch or TVM."""
+    return str(dtype).removeprefix("torch.")
 
 
 TorchInput = tuple[Any, Any, Any]  # dtype, shape and device
@@ -69,30 +74,6 @@ def describe_torch(values: Sequence[Any], device: tvm.runtime.Device) -> tuple[T
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.device != wanted:
             return ()
     return tuple((value.dtype, value.shape, value.device) for value in values)
-
-
-def torch_pointers(values: Sequence[Any], wanted: Sequence[TorchInput]) -> list[int] | None:
-    """The addresses of torch tensors that are as described and whose memory can be lent as it is;
-    None if one is not, or nothing is described.
-    """
-    if not wanted or len(values) != len(wanted):
-        return None
-    torch = sys.modules["torch"]
-    pointers = []
-    for value, (dtype, shape, device) in zip(values, wanted, strict=True):
-        if (
-            type(value) not in (torch.Tensor, torch.nn.Parameter)
-            or value.dtype is not dtype
-            or value.shape != shape
-            or value.device != device
-            or not value.is_contiguous()
-        ):
-            return None
-        pointer = value.data_ptr()
-        if pointer % ALIGNMENT:
-            return None
-        pointers.append(pointer)
-    return pointers
 
 
 def to_tvm(value: Any, device: tvm.runtime.Device, name: str) -> tvm.runtime.Tensor:

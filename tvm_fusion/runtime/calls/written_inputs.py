@@ -5,7 +5,7 @@ done; NumPy arrays for a GPU, tensors on another device and views that kernels c
 copied, and copied back after the call.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ def own_outputs(mod: tvm.IRModule, function: str = "main") -> tuple[bool, ...]:
     taken: list[relax.Call] = []
     found = []
     for leaf in _leaves(main.body.body, main.ret_ty, bound):
-        storage = _storage(leaf, bound)
+        storage = storage_of(leaf, bound)
         is_own = storage is not None and not any(storage.same_as(other) for other in taken)
         found.append(is_own)
         if is_own:
@@ -60,14 +60,14 @@ def _leaves(value: Any, ty: Any, bound: dict[relax.Var, Any]) -> list[Any]:
     """The tensors of a result, None for one that cannot be followed."""
     if not isinstance(ty, relax.TupleType):
         return [value]
-    value = _bound(value, bound)
+    value = bound_value(value, bound)
     fields = value.fields if isinstance(value, relax.Tuple) else [None] * len(ty.fields)
     return [leaf for f, t in zip(fields, ty.fields, strict=True) for leaf in _leaves(f, t, bound)]
 
 
-def _storage(value: Any, bound: dict[relax.Var, Any]) -> relax.Call | None:
+def storage_of(value: Any, bound: Mapping[relax.Var, Any]) -> relax.Call | None:
     """The call that made the storage of a tensor, within this call of the module."""
-    while isinstance(source := _bound(value, bound), relax.Call):
+    while isinstance(source := bound_value(value, bound), relax.Call):
         operator = getattr(source.op, "name", None)
         if operator == _STORAGE:
             return source
@@ -75,13 +75,13 @@ def _storage(value: Any, bound: dict[relax.Var, Any]) -> relax.Call | None:
     return None
 
 
-def _bound(value: Any, bound: dict[relax.Var, Any]) -> Any:
+def bound_value(value: Any, bound: Mapping[relax.Var, Any]) -> Any:
     """What a name or a field of a tuple stands for."""
     while True:
         if isinstance(value, relax.Var) and value in bound:
             value = bound[value]
         elif isinstance(value, relax.TupleGetItem):
-            whole = _bound(value.tuple_value, bound)
+            whole = bound_value(value.tuple_value, bound)
             if not isinstance(whole, relax.Tuple):
                 return value
             value = whole.fields[value.index]

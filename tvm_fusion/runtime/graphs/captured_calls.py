@@ -7,7 +7,7 @@ pointers of the kernels move when those of the tensors do. Nothing is copied.
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import tvm
 import tvm_ffi
 
+from ..calls.checked_tensors import CheckedTensors, can_check
+from ..calls.new_tensors import maker
 from ..calls.signature import Signature
 from ..calls.tensors import (
     Kind,
@@ -23,8 +25,8 @@ from ..calls.tensors import (
     describe_torch,
     from_tvm,
     is_torch_tensor,
+    name_of,
     raw_stream,
-    torch_pointers,
 )
 from .capture import CapturedCall
 from .capture_rules import CudaGraphOptions
@@ -46,6 +48,8 @@ class GraphedCalls:
     signature : Signature
     options : CudaGraphOptions
     driver : CudaDriver
+    unread : container of int
+        Outputs that are None where inputs are torch's.
 
     Attributes
     ----------
@@ -60,10 +64,11 @@ class GraphedCalls:
         signature: Signature,
         options: CudaGraphOptions,
         driver: CudaDriver,
+        unread: Container[int] = (),
     ) -> None:
         self.refusal: str | None = None
         self._vm, self._device, self._signature = vm, device, signature
-        self._options, self._driver = options, driver
+        self._options, self._driver, self._unread = options, driver, unread
         self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
         self._by_torch: dict[tuple[TorchInput, ...], Key] = {}
         self._last: _Graph | None = None
@@ -74,10 +79,10 @@ class GraphedCalls:
         his stream himself: only plain launches can go there.
         """
         graph = self._last
-        pointers = graph and torch_pointers(inputs, graph.torch_inputs)
+        pointers = graph and graph.addresses_of(inputs)
         if pointers is None:
             graph = self._known(inputs)
-            pointers = graph and torch_pointers(inputs, graph.torch_inputs)
+            pointers = graph and graph.addresses_of(inputs)
             if pointers is None:
                 return NotImplemented
         stream = raw_stream(self._device, Kind.TORCH)
@@ -109,7 +114,8 @@ class GraphedCalls:
         key = _key(arguments)
         captured = self.captured(arguments)
         torch_inputs = describe_torch(inputs, self._device)
-        graph = _Graph(captured, torch_inputs, self._options.static_outputs, self._device)
+        static = self._options.static_outputs
+        graph = _Graph(captured, torch_inputs, static, self._device, self._unread)
         self._graphs[key] = self._last = graph
         if torch_inputs:
             self._by_torch[torch_inputs] = key
@@ -191,8 +197,6 @@ class _Graph:
     Attributes
     ----------
     captured : CapturedCall
-    torch_inputs : tuple of TorchInput
-        What torch tensors it was captured for; () for others.
     """
 
     def __init__(
@@ -201,14 +205,29 @@ class _Graph:
         torch_inputs: tuple[TorchInput, ...],
         static: bool,
         device: tvm.runtime.Device,
+        unread: Container[int] = (),
     ) -> None:
-        self.captured, self.torch_inputs = captured, torch_inputs
-        self._results = Results(captured.results, captured.outputs, device)
+        self.captured = captured
+        like = [(device, shape, name_of(dtype)) for dtype, shape, _ in torch_inputs]
+        self._checked = CheckedTensors(like) if like and can_check() else None
+        self._results = Results(captured.results, captured.outputs, device, unread)
         self._static = self._results.own(captured.outputs) if static else None
         self._static_torch: list[Any] = []
         self._regions = [Region.of(tensor) for tensor in self._static or ()]
         if not static:
             captured.release_outputs()
+
+    def addresses_of(self, inputs: Sequence[Any]) -> list[int] | None:
+        """Where torch tensors lie that it was captured for and whose memory can be lent as it is;
+        None for others.
+        """
+        if self._checked is None or not _torch_types().issuperset(map(type, inputs)):
+            return None
+        try:
+            found = self._checked.call(*inputs)
+        except Exception:  # no tensor of TVM's can be made of one
+            return None
+        return None if found is None else self._checked.addresses()
 
     def on_torch(self, inputs: Sequence[Any], pointers: list[int], stream: int) -> Any:
         """Launch it on contiguous torch tensors on its device; outputs are torch's."""
@@ -254,6 +273,13 @@ class _Graph:
         return copied(tensor)
 
 
+@functools.cache
+def _torch_types() -> frozenset[type]:
+    import torch
+
+    return frozenset([torch.Tensor, torch.nn.Parameter])
+
+
 def _key(arguments: Sequence[Any]) -> Key:
     return tuple(_described(value) for value in arguments)
 
@@ -284,14 +310,23 @@ class Results:
     example : Any
         What the call returned when it was captured.
     device : tvm.runtime.Device
+    unread : container of int
+        Outputs that are None among those of torch, unless they are new tensors.
     """
 
-    def __init__(self, outputs: Sequence[Output], example: Any, device: tvm.runtime.Device) -> None:
+    def __init__(
+        self,
+        outputs: Sequence[Output],
+        example: Any,
+        device: tvm.runtime.Device,
+        unread: Container[int] = (),
+    ) -> None:
         self._outputs, self._device = tuple(outputs), device
         self._written = [output for output in outputs if output.is_own]
         self._form = _form(example, iter(range(len(outputs))))
         self._is_one = isinstance(self._form, _Place) and bool(self._written)
-        self._torch: list[Callable[[], Any]] = []
+        is_flat = isinstance(self._form, tuple) and len(self._form) == len(outputs)
+        self._unread = frozenset(i for i in range(len(outputs)) if is_flat and i in unread)
 
     def own(self, example: Any) -> list[Any]:
         """The tensors that the captured call writes, of what it returned."""
@@ -302,41 +337,34 @@ class Results:
         """Memory for what a call writes."""
         return [tvm.runtime.empty(o.shape, o.dtype, self._device) for o in self._written]
 
-    def new_torch(self) -> list[Any]:
-        """The same of torch."""
-        if not self._torch:
-            self._torch = [self._maker(output) for output in self._written]
-        return [make() for make in self._torch]
+    @functools.cached_property
+    def new_torch(self) -> Callable[[], tuple[Any, ...]]:
+        """A function that makes the same of torch."""
+        return maker([(output.shape, output.dtype) for output in self._written], self._device)
 
     def of_tvm(self, own: Sequence[Any], inputs: Sequence[Any]) -> Any:
         """The result, given what the call wrote and its inputs."""
-        return self._result(own, inputs, _view)
+        return self._result(own, inputs, _view, frozenset())
 
     def of_torch(self, own: Sequence[Any], inputs: Sequence[Any]) -> Any:
         """The same of torch."""
-        return self._result(own, inputs, _torch_view)
-
-    def _maker(self, output: Output) -> Callable[[], Any]:
-        import torch
-
-        dtype = getattr(torch, output.dtype, None)
-        if dtype is None:
-            return lambda: from_tvm(
-                tvm.runtime.empty(output.shape, output.dtype, self._device), Kind.TORCH, None
-            )
-        index = None if self._device.type == "cpu" else self._device.index
-        device = torch.device(self._device.type, index)
-        return functools.partial(torch.empty, output.shape, dtype=dtype, device=device)
+        return self._result(own, inputs, _torch_view, self._unread)
 
     def _result(
-        self, own: Sequence[Any], inputs: Sequence[Any], view: Callable[[Any, Output], Any]
+        self,
+        own: Sequence[Any],
+        inputs: Sequence[Any],
+        view: Callable[[Any, Output], Any],
+        unread: frozenset[int],
     ) -> Any:
         if self._is_one:
             return own[0]
         tensors, remaining = [], iter(own)
-        for output in self._outputs:
+        for number, output in enumerate(self._outputs):
             if output.is_own:
                 tensors.append(next(remaining))
+            elif number in unread:
+                tensors.append(None)
             elif output.of_input is not None:
                 tensors.append(view(inputs[output.of_input], output))
             else:

@@ -33,6 +33,7 @@ class Module(Protocol):
     signature: Signature
     writes: tuple[int, ...]
     uncapturable: str | None
+    unread: frozenset[int]
 
     def check(self, inputs: Sequence[Any]) -> tuple[Kind, Any]: ...
 
@@ -123,7 +124,7 @@ class GraphMode:
         if self._graphs is None:
             driver = CudaDriver(module.device.index)
             self._graphs = GraphedCalls(
-                module.vm, module.device, module.signature, self.options, driver
+                module.vm, module.device, module.signature, self.options, driver, module.unread
             )
         return self._graphs
 

@@ -284,11 +284,12 @@ def _without_dead_tuples(mod: tvm.IRModule) -> tvm.IRModule:
     functions = dict(mod.functions_items())
     for gvar, func in mod.functions_items():
         if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
-            functions[gvar] = _with_body(func, _without_dead_names(func.body))
+            functions[gvar] = _with_body(func, without_dead_names(func.body))
     return with_functions(mod, functions)
 
 
-def _without_dead_names(body: relax.SeqExpr) -> relax.SeqExpr:
+def without_dead_names(body: relax.SeqExpr) -> relax.SeqExpr:
+    """A body without names and tuples that nothing reads."""
     fields: dict[relax.Var, Sequence[relax.Expr]] = {}
     blocks: list[list[relax.Binding]] = []
     for block in body.blocks:

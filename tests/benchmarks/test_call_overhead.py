@@ -1,0 +1,26 @@
+"""The benchmark of calls runs, and what it times is compiled."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from . import call_overhead
+
+
+def test_a_call_of_many_inputs_takes_less_than_eager_execution():
+    found = call_overhead.overheads(20, 30, ("tvm_fusion", "eager"))
+    assert 0 < found["tvm_fusion"] < 0.8 * found["eager"]  # 0.43 on a quiet machine
+
+
+@pytest.mark.nightly
+def test_a_call_takes_no_longer_than_inductors(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["call_overhead", "--inputs", "20", "--batches", "200"])
+    threads = torch.get_num_threads()
+    try:
+        call_overhead.main()
+    finally:
+        torch.set_num_threads(threads)
+    row = json.loads(capsys.readouterr().out)
+    assert row["over_inductor"] < 1.1  # 0.97 on a quiet machine
