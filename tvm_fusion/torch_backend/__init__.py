@@ -76,6 +76,13 @@ def backend(
             stacklevel=2,
         )
         return graph.forward
+    if any(x.is_neg() or x.is_conj() for x in tensors):
+        warnings.warn(
+            "tvm_fusion: an input is a conjugate or a negative that PyTorch only marks: the graph "
+            "runs in eager mode; pass x.resolve_conj().resolve_neg()",
+            stacklevel=2,
+        )
+        return graph.forward
     return traced(graph, example_inputs, lambda aten, static: GraphCalls(aten, static, wanted))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import images, resizes
+from . import images
 from .backward import BACKWARD
 from .complex import complex_numbers, fourier
 from .complex.complex_matrices import MATRICES
@@ -34,8 +34,7 @@ KEPT_WHOLE = (
     _aten.cross_entropy_loss.default,
     _aten.select_scatter.default,
     _aten.cosine_similarity.default,
-    *images.REPEATED,
-    *resizes.DECOMPOSITIONS,
+    *images.KEPT_WHOLE,
 )
 
 
@@ -153,7 +152,6 @@ BY_TORCH = (
 
 PUT_RIGHT = {
     **images.DECOMPOSITIONS,
-    **resizes.DECOMPOSITIONS,
     **BACKWARD,
     **COMPOSITES,
     **SCATTERS,

@@ -36,7 +36,16 @@ from .sidecar import (
 )
 from .signature import Signature, function_of, load_library, virtual_machine
 from .source_calls import SourceCalls
-from .tensors import Kind, describe, from_tvm, kind_of, result_kind, to_argument, torch_stream
+from .tensors import (
+    Kind,
+    are_negated,
+    describe,
+    from_tvm,
+    kind_of,
+    result_kind,
+    to_argument,
+    torch_stream,
+)
 from .written_inputs import refuse_copies, refuse_lost_writes, write_back
 
 KEEPS = "a call keeps tensors for the next one, or gives inputs new values"
@@ -283,20 +292,30 @@ class CompiledModule:
         TargetError
             If this machine lacks the device.
         """
-        return self.call_with(inputs) if self._source is None else self._source_call(inputs)
+        if self._source is not None:
+            return self._source_call(inputs)
+        return self.call_with(inputs, are_negated(inputs))
 
-    def call_with(self, inputs: Sequence[Any]) -> Any:
+    def call_with(self, inputs: Sequence[Any], are_copied: bool = False) -> Any:
         """A call with what the function itself takes, which gives what it returns; errors as above.
 
         That is not what callers of a model of PyTorch take and give, where it writes into tensors,
         keeps some, or returns more than new ones.
+
+        Parameters
+        ----------
+        inputs : sequence
+        are_copied : bool
+            Whether their memory is not what they are (`are_negated`): no call is short.
         """
         if self.index_checks is not None:
             self._check_indices(inputs)
         formats = self.signature.formats
         given = inputs if formats is None else taken(self.signature, inputs)
         again = self._again
-        if again is not None:
+        if are_copied:
+            pass
+        elif again is not None:
             result = again(given)
             if result is not None:
                 return result if formats is None else returned(formats, result)
@@ -324,7 +343,7 @@ class CompiledModule:
         inputs = source.given(callers)
         kind, torch_device = self.check(inputs)
         if not source.convention.keeps:
-            outputs = _flat(self.call_with(inputs))
+            outputs = _flat(self.call_with(inputs, are_negated(inputs)))
             return source.results(self.signature, callers, outputs, kind)
         if self.index_checks is not None:
             self._check_indices(inputs)

@@ -141,6 +141,19 @@ def is_torch_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def are_negated(values: Sequence[Any]) -> bool:
+    """Whether torch only marks the sign of one, and memory has another: imaginary parts of
+    conjugates.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    try:
+        return any(map(torch.Tensor.is_neg, values))
+    except TypeError:  # others among them
+        return any(isinstance(x, torch.Tensor) and x.is_neg() for x in values)
+
+
 def raw_stream(device: tvm.runtime.Device, kind: Kind) -> int:
     """Return the CUDA stream that the caller works on: torch's current one if his tensors are
     torch's, else TVM's.
@@ -189,7 +202,7 @@ def _from_torch(value: Any, device: tvm.runtime.Device, name: str) -> tvm.runtim
             "tensor.cpu(), or compile for the target cuda"
         )
     wanted = "cpu" if device.type == "cpu" else f"{device.type}:{device.index}"
-    tensor = value.detach().to(wanted).contiguous()
+    tensor = value.detach().to(wanted).resolve_conj().resolve_neg().contiguous()
     if tensor.data_ptr() % ALIGNMENT:
         tensor = tensor.clone()
     return tvm.runtime.from_dlpack(tensor)

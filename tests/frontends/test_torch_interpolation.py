@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tvm_fusion
-from tvm_fusion.frontends.torch.resizes import TAPS, Resize
+from tvm_fusion.frontends.torch.images.interpolation import TAPS, Resize
 
 MODES = {
     "linear": ("upsample_linear1d.vec", {"mode": "linear"}),

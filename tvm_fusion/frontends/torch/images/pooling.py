@@ -1,7 +1,6 @@
-"""Converters for images: pooling with places or a divisor of its own, nearest elements of images of
-other sizes (interpolated ones: `resizes`), sampled volumes.
+"""Pooling with places, or with a divisor of its own: windows are read by constant places.
 
-    y, places = max_pool2d(x, 2, return_indices=True)    windows read by constant places, argmax
+    y, places = max_pool2d(x, 2, return_indices=True)
 
 What TVM gets right of the rest is left to it (`importer` holds all results to their shapes).
 """
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,10 @@ import torch
 from torch import fx
 from tvm import relax
 
-from .importer import Importer, bound_arguments
-from .indexing import taken
-from .operators import Converter
-from .orders import place_of_extremum
+from ..importer import Importer, bound_arguments
+from ..indexing import taken
+from ..operators import Converter
+from ..orders import place_of_extremum
 
 _aten = torch.ops.aten
 
@@ -186,17 +185,6 @@ def _integer_means(importer: Importer, node: fx.Node, rank: int) -> relax.Expr:
     return importer.emit(relax.op.reshape(means, [*lead, *map(int, like.shape[-rank:])]))
 
 
-def _enlarged(importer: Importer, node: fx.Node) -> relax.Expr:
-    """Whole times the size by the nearest element: `_repeated` lets no other sizes stay."""
-    x = importer.value_of(bound_arguments(node)["input"])
-    old, new = node.all_input_nodes[0].meta["val"].shape, node.meta["val"].shape
-    for axis in range(2, len(new)):
-        count = new[axis] // old[axis]
-        if count > 1:
-            x = importer.emit(relax.op.repeat(x, count, axis))
-    return x
-
-
 CONVERTERS: dict[str, Converter] = {
     "max_pool2d_with_indices.default": _max_pool_with_indices,
     "max_pool3d_with_indices.default": _max_pool_with_indices,
@@ -204,132 +192,4 @@ CONVERTERS: dict[str, Converter] = {
     "adaptive_max_pool3d.default": _adaptive_max_pool(3),
     "avg_pool2d.default": _avg_pool(2),
     "avg_pool3d.default": _avg_pool(3),
-    "upsample_nearest1d.vec": _enlarged,
-    "upsample_nearest3d.vec": _enlarged,
-    "_upsample_nearest_exact1d.vec": _enlarged,
-    "_upsample_nearest_exact2d.vec": _enlarged,
-    "_upsample_nearest_exact3d.vec": _enlarged,
-}
-
-
-# ---- Decompositions of PyTorch's, where TVM's operators compute something else.
-
-REPEATED = (
-    _aten.upsample_nearest1d.vec,
-    _aten.upsample_nearest3d.vec,
-    _aten._upsample_nearest_exact1d.vec,
-    _aten._upsample_nearest_exact2d.vec,
-    _aten._upsample_nearest_exact3d.vec,
-)
-"""Of whole multiples they repeat elements, for which PyTorch's decompositions have tables."""
-
-
-def _repeats(old: int, new: int, is_exact: bool = False) -> bool:
-    """Whether the nearest elements are repeated ones: PyTorch multiplies with the inverse of the
-    factor in float32, which gives another element of 41 times the size.
-    """
-    if old < 1 or new % old:
-        return False
-    if is_exact or new == old:
-        return True
-    places = np.arange(new, dtype=np.float32) * (np.float32(old) / np.float32(new))
-    return bool((np.floor(places) == np.arange(new) // (new // old)).all())
-
-
-def _nearest(original: Any) -> Callable[..., Any]:
-    """Sizes that are no multiples of the old ones: TVM takes other pixels."""
-
-    def decompose(x: torch.Tensor, output_size: Any, scale_factors: Any = None) -> Any:
-        rank = x.ndim - 2
-        old = x.shape[-rank:]
-        new = output_size or [int(s * f) for s, f in zip(old, scale_factors, strict=True)]
-        if all(_repeats(a, b) for a, b in zip(old, new, strict=True)):
-            return NotImplemented
-        return torch._decomp.decomposition_table[original](x, output_size, scale_factors)
-
-    return decompose
-
-
-def _repeated(original: Any) -> Callable[..., Any]:
-    """Sizes that are no multiples, are not known, or are not what factors make of the old ones."""
-    is_exact = "exact" in str(original)
-
-    def decompose(x: torch.Tensor, output_size: Any, scale_factors: Any = None) -> Any:
-        old = x.shape[2:]
-        if output_size:
-            pairs = list(zip(old, output_size, strict=True))
-            whole = all(isinstance(n, int) for pair in pairs for n in pair)
-        else:
-            whole = all(isinstance(n, int) for n in old)
-            whole = whole and all(f >= 1 and f == int(f) for f in scale_factors)
-            pairs = [(n, n * int(f)) for n, f in zip(old, scale_factors, strict=True)]
-        if whole and all(_repeats(a, b, is_exact) for a, b in pairs):
-            return NotImplemented
-        return torch._decomp.decomposition_table[original](x, output_size, scale_factors)
-
-    return decompose
-
-
-LINEAR, NEAREST = range(2)  # of grid_sample
-ZEROS, BORDER, REFLECTION = range(3)
-
-
-def _sampled_volume(
-    x: torch.Tensor,
-    grid: torch.Tensor,
-    interpolation_mode: int,
-    padding_mode: int,
-    align_corners: bool,
-) -> torch.Tensor:
-    """grid_sample of volumes [N, C, D, H, W] at [N, ..., 3], which are from -1 to 1, W first."""
-    batch, channels, *space = x.shape
-    places = [
-        _padded(_pixel(grid[..., 2 - axis], size, align_corners), size, padding_mode, align_corners)
-        for axis, size in enumerate(space)
-    ]
-    flat = x.reshape(batch, channels, math.prod(space))
-
-    def taps(at: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
-        """Whole numbers beside a place and their shares."""
-        if interpolation_mode == NEAREST:
-            return [(torch.round(at), 1.0)]
-        low = torch.floor(at)
-        return [(low, low + 1 - at), (low + 1, at - low)]
-
-    total: Any = None
-    for corner in itertools.product(*map(taps, places)):
-        index, share = 0, 1.0
-        for (at, part), size in zip(corner, space, strict=True):
-            inside = (at >= 0) & (at < size)
-            index = index * size + torch.where(inside, at, 0).long()
-            share = share * torch.where(inside, part, 0.0)
-        values = flat.gather(2, index.reshape(batch, 1, -1).expand(-1, channels, -1))
-        values = values.reshape(batch, channels, *index.shape[1:]) * share.unsqueeze(1)
-        total = values if total is None else total + values
-    return total.to(x.dtype)
-
-
-def _pixel(place: torch.Tensor, size: int, align_corners: bool) -> torch.Tensor:
-    """Where a place between -1 and 1 is among pixels."""
-    half = (size - 1) / 2 if align_corners else size / 2
-    return place * half + (size - 1) / 2
-
-
-def _padded(at: torch.Tensor, size: int, mode: int, align_corners: bool) -> torch.Tensor:
-    """Places outside of an image as those inside that stand for them."""
-    if mode == REFLECTION:
-        low, span = (0.0, size - 1.0) if align_corners else (-0.5, float(size))
-        if span == 0:
-            return torch.zeros_like(at)
-        away = (at - low).abs()
-        turns, rest = torch.floor(away / span), torch.fmod(away, span)
-        at = torch.where(torch.fmod(turns, 2) == 0, rest + low, span + low - rest)
-    return at if mode == ZEROS else at.clamp(0, size - 1)
-
-
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    _aten.upsample_nearest2d.vec: _nearest(_aten.upsample_nearest2d.vec),
-    **{operator: _repeated(operator) for operator in REPEATED},
-    _aten.grid_sampler_3d.default: _sampled_volume,
-    _aten.grid_sampler_2d.default: torch._decomp.decomposition_table[_aten.grid_sampler_2d.default],
 }

@@ -22,9 +22,9 @@ import torch
 from torch import fx
 from tvm import relax
 
-from .importer import Importer, bound_arguments
-from .indexing import taken
-from .operators import HALVES, Converter
+from ..importer import Importer, bound_arguments
+from ..indexing import taken
+from ..operators import HALVES, Converter
 
 _aten = torch.ops.aten
 
