@@ -96,6 +96,22 @@ def test_parts_that_one_memory_can_hold_are_written_there(device):
     assert launches_of_parts(emit, device, *shapes).count("join") == 1
 
 
+@pytest.mark.parametrize(("filters", "joins"), [(128, 0), (64, 1)])
+def test_an_enlarged_part_is_read_apart_from_one_that_is_computed(filters, joins):
+    """Few filters are better read with their rims, which enlarged data has none of."""
+
+    def emit(bb, x, w, v, u):
+        y = bb.emit(op.nn.silu(conv(bb, x, w)))
+        z = bb.emit(op.nn.max_pool2d(y, (2, 2), (2, 2), layout="NHWC"))
+        z = bb.emit(op.nn.silu(conv(bb, z, v)))
+        return bb.emit(op.nn.silu(conv(bb, joined(bb, twice(bb, z), y), u)))
+
+    filters_of = (128, 3, 3, 128), (128, 3, 3, 128), (filters, 3, 3, 256)
+    found = launches_of_parts(emit, "h200", (4, 64, 64, 128), *filters_of)
+    assert found.count("join") == joins
+    assert found.count("convolution") == 3
+
+
 def test_groups_of_channels_read_one_tensor():
     def emit(bb, x, y, w):
         return conv(bb, joined(bb, twice(bb, x), y), w, groups=2)

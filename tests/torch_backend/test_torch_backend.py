@@ -312,7 +312,7 @@ def step_inputs(position):
     [
         (attend, lambda cache: cache, 1),
         (attend, lambda cache: torch.stack([cache, cache], -1)[..., 1], 1),
-        (attend, lambda cache: cache.transpose(1, 2).contiguous().transpose(1, 2), 0),
+        (attend, lambda cache: cache.transpose(1, 2).contiguous().transpose(1, 2), 1),
         (attend_to_old, lambda cache: cache, 0),
     ],
     ids=["contiguous", "with gaps", "permuted", "old one is read"],

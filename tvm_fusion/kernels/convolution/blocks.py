@@ -6,11 +6,12 @@ concat(x, y) -> convolution                 x[..., c] for c < 64, y[..., c - 64]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ...ir.access import Access, Affine, Block, Index, Irregular
-from ...ir.graph import Op
+from ...ir.graph import FusionGraph, Op
 from ...plan.group_view import GroupView
 
 
@@ -160,6 +161,43 @@ def _parts(group: GroupView, block: Block, dim: int | None) -> tuple[tuple[int, 
 
 def _shift(index: tuple[Index, ...]) -> int:
     return index[0].constant if index and isinstance(index[0], Affine) else 0
+
+
+def enlarged_cores(graph: FusionGraph, least_filters: int) -> Iterator[tuple[int, ...]]:
+    """Convolutions of so many filters or more that read a join, with the join and what moves its
+    parts before it, where one of them is enlarged.
+
+    Reading parts apart gains nothing over a join, and enlarging a part on its way does only where
+    they are read apart: no step on the way to both gains.
+    """
+    for op in graph.ops:
+        block = next(filter(is_convolution, op.blocks), None)
+        if block is None or not _is_static(block):
+            continue
+        _, weights = data_and_weights(block)
+        filters = block.extents(tuple(weights.axes & set(block.spatial)))
+        joins = [graph.ops[p] for p in graph.producers(op.id) if graph.ops[p].is_join]
+        if math.prod(filters) < least_filters or len(joins) != 1:
+            continue
+        moved = _moving(graph, joins[0])
+        reads = [read for i in moved for b in graph.ops[i].blocks for read in b.reads]
+        repeats = any(isinstance(i, Irregular) and i.repeats > 1 for r in reads for i in r.index)
+        if repeats and graph.consumers(joins[0].id) == (op.id,):
+            yield tuple(sorted((*moved, joins[0].id, op.id)))
+
+
+def _moving(graph: FusionGraph, join: Op) -> list[int]:
+    """The operators before a join that move its parts, and nothing but these."""
+    found, waiting = [], [join.id]
+    while waiting:
+        op = waiting.pop()
+        for producer in graph.producers(op):
+            blocks = graph.ops[producer].blocks
+            moves = len(blocks) == 1 and blocks[0].moves and len(blocks[0].reads) == 1
+            if moves and graph.consumers(producer) == (op,):
+                found.append(producer)
+                waiting.append(producer)
+    return found
 
 
 def _is_static(block: Block) -> bool:

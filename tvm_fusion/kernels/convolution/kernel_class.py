@@ -11,13 +11,13 @@ results may be reduced over blocks of 16 positions, too (see `gemm.partials`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
 from ...ir.access import Affine, Block
-from ...ir.graph import Op
+from ...ir.graph import FusionGraph, Op
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import FIXED_SIZES, Fit
@@ -27,9 +27,9 @@ from ..gemm.partials import RowRuns, refuse_partials, row_runs, writes_partials
 from ..group.footprint import points
 from ..group.gathers import refuse_gathers
 from ..group.traffic import filled_by_threads, memory_traffic
-from .blocks import data_and_weights, is_convolution, moved_before
+from .blocks import data_and_weights, enlarged_cores, is_convolution, moved_before
 from .computed import computes_data, front_of
-from .launch import predict, sizes_of, takes_repeats
+from .launch import RIM_FILTERS, predict, sizes_of, takes_repeats
 from .transform import LEAST_CHANNELS, LEAST_FILTERS, RATE, TAPS
 
 SHARE_OF_FEW_FILTERS = 0.4
@@ -72,6 +72,12 @@ class ConvolutionClass(Nest):
 
     name = "convolution"
     slow_to_compile = True
+
+    def cores(self, graph: FusionGraph) -> Iterator[tuple[int, ...]]:
+        """Convolutions of a join with an enlarged part (see `plan.search.search`), not of so few
+        filters that boxes with rims, which enlarged data has none of, are better.
+        """
+        return enlarged_cores(graph, RIM_FILTERS + 1)
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
         block = next(filter(is_convolution, group.blocks), None)

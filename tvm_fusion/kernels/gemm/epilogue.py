@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Protocol
 
 from tvm import tirx
@@ -189,6 +190,7 @@ def operation_s(segments: Sequence[HasEpilogue], hw: HardwareProfile) -> float:
     return operation_seconds(counts.items(), hw) / sum(assumed(s.N) for s in segments)
 
 
+@lru_cache(maxsize=64)  # of each segment for all of its configurations
 def operations_of(segment: Segment | HasEpilogue) -> Counter[Pipe]:
     """Operations on one element of the products, by what executes them."""
     return count_operations(item.value for item in (*segment.bindings, *segment.outputs))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tvm import tirx
@@ -171,7 +173,8 @@ def _wavefronts(program: Program, config: PointwiseConfig) -> float:
     return (wide + config.width * strided) / LANES
 
 
-def _strides(program: Program, width: int) -> list[int]:
+@lru_cache(maxsize=64)  # of each width for all numbers of threads
+def _strides(program: Program, width: int) -> Sequence[int]:
     """Bytes between neighbouring columns of each load that steps over memory and is no vector."""
     vectors = set(vector_elements(program, width))
     vectors |= {var for comb in combs(program, width) for var in comb.teeth}

@@ -83,9 +83,11 @@ class AssignLayouts(ModulePass):
         """The module with its functions rewritten; itself where none has convolutions."""
         changed = {}
         for gvar, func in mod.functions_items():
-            if not isinstance(func, relax.Function) or is_opaque(func) or _has_empty(func):
+            if not isinstance(func, relax.Function) or not _has_convolutions(func):
                 continue
-            if isinstance(func.body, relax.SeqExpr) and (survey := Survey(func)).convolutions:
+            if is_opaque(func) or _has_empty(func):
+                continue
+            if (survey := Survey(func)).convolutions:
                 survey.assignment.solve()
                 changed[gvar] = _Rewriter(mod).rewritten(func, survey)
         if not changed:
@@ -94,6 +96,14 @@ class AssignLayouts(ModulePass):
         for gvar, func in changed.items():
             mod.update_func(gvar, func)
         return relax.transform.CanonicalizeBindings()(mod)
+
+
+def _has_convolutions(func: relax.Function) -> bool:
+    """Whether there is work for a `Survey`, which looks at all operators."""
+    if not isinstance(func.body, relax.SeqExpr):
+        return False
+    values = (binding.value for block in func.body.blocks for binding in block.bindings)
+    return any(isinstance(value, Call) and is_to_change(value) for value in values)
 
 
 def _has_empty(func: relax.Function) -> bool:

@@ -152,7 +152,10 @@ def _tensor_side(value: Expr | None) -> Expr | None:
 
 def _known(*tensors: Expr) -> bool:
     """Whether the shapes of all are known."""
-    return all(isinstance(t.ty, relax.TensorType) and shape_of(t) is not None for t in tensors)
+    types = [tensor.ty for tensor in tensors]
+    return all(isinstance(ty, relax.TensorType) for ty in types) and all(
+        isinstance(ty.shape, relax.ShapeExpr) for ty in types
+    )
 
 
 def _along(other: Expr, ndim: int, summed: int) -> Along | None:

@@ -31,6 +31,7 @@ from ..functions.functions import rewrite_functions
 from .readers import Parts
 from .reduction_stages import Setting, Stage, stages
 
+_PLAIN = (Call, Var, relax.Tuple, relax.TupleGetItem, relax.ShapeExpr, tvm.ir.GenericConst)
 _REDUCE = {
     "relax.sum": op.sum,
     "relax.prod": op.prod,
@@ -60,9 +61,10 @@ def static_shape(tensor: Expr) -> tuple[int, ...] | None:
     shape = getattr(tensor.ty, "shape", None)
     if not isinstance(tensor.ty, relax.TensorType) or not isinstance(shape, relax.ShapeExpr):
         return None
-    if not all(isinstance(extent, tvm.tirx.IntImm) for extent in shape.values):
+    extents = shape.values[:]
+    if not all(isinstance(extent, tvm.tirx.IntImm) for extent in extents):
         return None
-    return tuple(int(extent) for extent in shape.values)
+    return tuple(map(int, extents))
 
 
 def reduction_of(value: Expr) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -205,13 +207,28 @@ def _row_space(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int]
     return math.prod(shape) // columns, columns
 
 
+def _may_split(func: relax.Function, hw: HardwareProfile) -> bool:
+    """Whether a reduction of a function may become several. Over rows that stay one alone stay one
+    in any setting; whatever else there is, and what stands in a branch, is looked at closely.
+    """
+    for block in func.body.blocks:
+        for binding in block.bindings:
+            found = reduction_of(binding.value)
+            if found is None:
+                if not isinstance(binding.value, _PLAIN):
+                    return True
+            elif _row_space(*found) is None or len(stages(*found, hw)) > 1:
+                return True
+    return False
+
+
 @mutator
 class _Splitter(PyExprMutator):
     """Replaces the binding of a reduction by those of its stages."""
 
     def split_function(self, func: relax.Function, hw: HardwareProfile) -> relax.Function | None:
         """The function with its reductions split, or None where there was nothing to split."""
-        if not isinstance(func.body, relax.SeqExpr):
+        if not isinstance(func.body, relax.SeqExpr) or not _may_split(func, hw):
             return None
         self.hw, self.survey, self.changed = hw, _Survey(func), False
         self.parts = Parts(self.builder_, func)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
+from functools import cache, partial
 
 from ....config import HardwareProfile
 from ....errors import Unsupported
@@ -46,15 +47,14 @@ def rank_configs(
     """Predicted seconds and the configurations that fit, the one with the least time first."""
     found: list[tuple[float, int, HopperConfig]] = []
     for batched, problem in problems.items():
-        work = hopper_work(problem, hw)
+        work_by_rows = cache(partial(hopper_work, problem, hw))
         for config in _candidates(problem, hw):
             config = replace(config, batched=batched, **problem.precision)
             try:
                 plan = make_plan(problem, config, hw)
             except Unsupported:
                 continue
-            if not problem.shared:
-                work = hopper_work(problem, hw, config.block_m)
+            work = work_by_rows(1 if problem.shared else config.block_m)
             seconds = gemm_time(work, tile_of(config, plan.ahead, problem), hw).seconds
             found.append((seconds, len(found), config))
     return [(time, config) for time, _, config in sorted(found, key=lambda item: item[:2])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ....config import HardwareProfile
 from ....errors import Unsupported
@@ -361,6 +362,7 @@ def _arriving(problem: HopperProblem, rows: int) -> int:
     return rows // BOX * math.prod(windows.held) * STEP_BYTES
 
 
+@lru_cache(maxsize=64)  # of each segment for all of its configurations
 def _by_rows(problem: HopperProblem, segment: HopperSegment) -> int | None:
     """An output of halves whose rows are contiguous as a whole, but start off 4 bytes."""
     for position, output in enumerate(segment.outputs):
