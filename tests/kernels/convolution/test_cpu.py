@@ -79,6 +79,13 @@ FORMS = {
     "tasks": plain(sizes=(40, 56), channels=16, filters=32),
     "positions": plain(sizes=(24, 32), channels=12, filters=2, epilogue="two_outputs"),
     "depthwise": plain(sizes=(30, 40), channels=32, filters=32, groups=32),
+    "depthwise_strided": plain(
+        sizes=(31, 57), channels=16, filters=16, groups=16, strides=(2, 2), epilogue="residual"
+    ),
+    "depthwise_short_rows": plain(sizes=(7, 7), channels=96, filters=96, groups=96),
+    "depthwise_strided_columns": plain(
+        sizes=(5, 1100), channels=3, filters=3, groups=3, strides=(1, 3), padding=(1, 2, 0, 4)
+    ),
     "depthwise_by_channels": plain(channels=72, filters=72, groups=72, data_layout="NHWC"),
     "transposed": Conv((6, 7), (3, 3), 16, 20, strides=(2, 2), padding=(1,) * 4, transposed=True),
     "transposed_one_filter": Conv((9, 7), (4, 4), 32, 1, strides=(2, 2), transposed=True),
@@ -103,7 +110,9 @@ def form_of(conv: Conv) -> tuple[type[Writer], Convolution, Tiles]:
 def test_a_form(name):
     form, seen, tiles = form_of(FORMS[name])
     assert (form is Winograd) == name.startswith("winograd")
-    along_positions = ("positions", "positions_enlarged", "depthwise", "packed_few")
+    along_positions = ("positions", "positions_enlarged", "packed_few")
+    along_positions += ("depthwise", "depthwise_short_rows")
+    along_positions += ("depthwise_strided", "depthwise_strided_columns")
     assert tiles.along_filters == (name not in along_positions)
     assert seen.is_depthwise == (name == "depthwise_by_channels")
     assert (tiles.channels < seen.channels_of_group) == (name == "blocks_of_channels")
@@ -181,7 +190,9 @@ def is_transformed(kernel: tirx.PrimFunc) -> bool:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("machine", [Machine(32, 16, 2), Machine(16, 32, 2)], ids=["AVX2", "NEON"])
-@pytest.mark.parametrize("name", ["filters", "positions", "depthwise_by_channels", "winograd"])
+@pytest.mark.parametrize(
+    "name", ["filters", "positions", "depthwise_strided", "depthwise_by_channels", "winograd"]
+)
 def test_other_vectors(name, machine):
     conv = FORMS[name]
     func = conv.func()
@@ -194,7 +205,7 @@ def test_other_vectors(name, machine):
     [
         plain(kernel=(1, 1), padding=(0,) * 4, channels=8, filters=64, sizes=(40, 40)),
         plain(sizes=(3, 3), channels=3),
-        plain(sizes=(14, 14), channels=64, filters=64, groups=64),
+        plain(sizes=(10, 10), channels=64, filters=64, groups=64),
     ],
     ids=["few_terms", "little_work", "short_rows"],
 )

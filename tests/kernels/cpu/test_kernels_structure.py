@@ -175,8 +175,21 @@ def test_short_loops_are_vectors():
 
     shapes = ((64, 64), F32), ((64, 32), F32), ((64, 1), F32)
     assert stored_as_vectors(kernel_of(epilogue, *shapes))
-    for length, wanted in ((32, True), (1000, False)):
+    for length, wanted in ((6, False), (9, True), (32, True), (49, True), (1000, False)):
         assert stored_as_vectors(kernel_of(turned, ((8, 4, length), F32))) == wanted
+
+
+@pytest.mark.parametrize("length", [5, 8, 9, 15, 17, 31, 49, 63, 65])
+def test_short_rows_with_a_number_each_are_right(length):
+    shapes = (3, 5, length), (3, 5, 1), (3, 1, length)
+    rng = np.random.default_rng(length)
+    arrays = [rng.standard_normal(shape).astype(F32) for shape in shapes]
+    kernel = kernel_of(
+        lambda bb, x, y, z: op.add(bb.emit(op.multiply(x, y)), z), *((s, F32) for s in shapes)
+    )
+    x, y, z = (a.astype("float64") for a in arrays)
+    (got,) = call(compile_cpu(kernel), arrays, [poisoned(shapes[0], F32)])
+    np.testing.assert_allclose(got, x * y + z, rtol=1e-5, atol=1e-6)
 
 
 def test_a_right_operand_that_every_tile_needs_is_packed_once():

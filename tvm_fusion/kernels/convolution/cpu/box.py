@@ -9,20 +9,20 @@ Data that is put together of parts along its channels is copied part by part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 from tvm import tirx
 from tvm.ir import Expr
-from tvm.tirx import ForKind
 
-from ...cpu.loops import Loop, Loops, nest, pieces, seq
-from ...cpu.nests.point import has_vector_form
+from ...cpu.loops import Loop, Loops, seq
 from ...cpu.nests.scope import Scope
 from ...cpu.stages.resolve import Point, Resolve
 from ...program.expr import bytes_of, constant, convert, number
 from ..geometry import Convolution, Window
+from .apart import Apart
+from .vectors import by_vectors
 
 # A first-level cache: bytes of a line, and sets. Three quarters of the sets that can be reached are
 # enough.
@@ -59,9 +59,12 @@ class Span:
     first : int
         The element of the data that is the first of the box, for the first position.
     extent : int
-        Elements of the box.
+        Elements of the data that the box is of, one every `source_step`.
     runs : tuple of Run
         The taps, for each phase.
+    streams : int
+        In how many parts the box holds them: element u is the u // streams-th of part u % streams,
+        so that what a tap meets at neighbouring positions lies side by side.
     """
 
     window: Window
@@ -71,11 +74,17 @@ class Span:
     first: int
     extent: int
     runs: tuple[Run, ...]
+    streams: int = 1
+
+    @property
+    def part(self) -> int:
+        """Elements of a part of the box."""
+        return -(-self.extent // self.streams)
 
     @classmethod
-    def of(cls, window: Window, block: int, packed: bool) -> Span:
+    def of(cls, window: Window, block: int, packed: bool, apart: bool = False) -> Span:
         """The span of blocks of some positions; if `packed`, with no elements that no tap meets,
-        where there is one tap.
+        where there is one tap; if `apart`, in as many parts as the window's stride.
         """
         phases = [window.phase_taps(p) for p in range(min(window.expansion, window.size))]
         offsets = [at for phase in phases for _, at in phase]
@@ -85,7 +94,16 @@ class Span:
         in_phase = -(-block // window.expansion)
         extent = stride * (in_phase - 1) + last - first + 1
         runs = tuple(_run(n, phase, first) for n, phase in enumerate(phases))
-        return cls(window, block, stride, step, first, extent, runs)
+        streams = stride if apart and window.expansion == 1 else 1
+        return cls(window, block, stride, step, first, extent, runs, streams)
+
+    def place(self, position: Expr, tap: Expr, loops: Loops) -> Expr:
+        """Where the box holds what a tap, `tap` elements behind the first one, meets."""
+        if self.streams == 1:
+            return position * loops.imm(self.stride) + tap
+        streams = loops.imm(self.streams)
+        part = tirx.FloorMod(tap, streams) * loops.imm(self.part)
+        return part + tirx.FloorDiv(tap, streams) + position
 
 
 def _run(number_of: int, phase: list[tuple[int, int]], first: int) -> Run:
@@ -121,7 +139,7 @@ class Box:
     ) -> None:
         self.convolution, self.spans, self.lanes = convolution, spans, lanes
         self.scope, self.loops, self.dtype = scope, scope.loops, dtype
-        dims = {s.window.dim: s.extent for s in spans}
+        dims = {s.window.dim: s.streams * s.part for s in spans}
         if convolution.channel_dim is not None:
             dims[convolution.channel_dim] = channels
         self.order = sorted(dims)
@@ -141,7 +159,7 @@ class Box:
         """An element: its channel, and for each window the position and where a tap of it lies."""
         where: dict[int | None, Expr] = {self.convolution.channel_dim: channel}
         for span, (position, tap) in zip(self.spans, at, strict=True):
-            where[span.window.dim] = position * self.imm(span.stride) + tap
+            where[span.window.dim] = span.place(position, tap, self.loops)
         indices = [where[d] for d in self.order]
         return tirx.BufferLoad(self.buffer, [self.loops.simplify(i) for i in indices])
 
@@ -208,15 +226,11 @@ class Box:
             extent = self.imm(span.extent * each)
             zero = self.imm(0)
             row = _Row(where, sources, inner, base, step, zero, low, high, extent, each, data)
-        copy = seq(
-            self._zeros(row, row.first, row.low),
-            self._copy(row),
-            self._zeros(row, row.high, row.extent),
-        )
-        body = copy
+            if span.streams > 1:
+                row = replace(row, streams=span.streams, part=span.part)
+        body = copy = self._row(row)
         if inside:
-            zeros = self._zeros(row, row.first, row.extent)
-            body = tirx.IfThenElse(tirx.all(*inside), copy, zeros)
+            body = tirx.IfThenElse(tirx.all(*inside), copy, self._no_row(row))
         for loop in reversed(made):
             body = loop.around(body)
         return body
@@ -260,22 +274,50 @@ class Box:
         tests = (tirx.GE(source, low), tirx.LT(source, high))
         return [t for t in tests if not self.loops.analyzer.can_prove(t)]
 
+    def _row(self, row: _Row) -> tirx.Stmt:
+        """A row with the zeros before and behind it."""
+        if row.streams > 1:
+            parts = self._apart(row)
+
+            def element(at: Expr, point: Point) -> Expr:
+                return self._element(row, at, [], point)
+
+            zeros = parts.zeros(row.low, row.high, constant(0, self.dtype))
+            return seq(zeros, parts.copy(row.low, row.high, element))
+        return seq(
+            self._zeros(row, row.first, row.low),
+            self._copy(row),
+            self._zeros(row, row.high, row.extent),
+        )
+
+    def _no_row(self, row: _Row) -> tirx.Stmt:
+        """A row that is padding."""
+        whole = row.extent if row.streams == 1 else self.imm(row.streams * row.part)
+        return self._zeros(row, row.first, whole)
+
+    def _apart(self, row: _Row) -> Apart:
+        return Apart(self.loops, self.lanes, self.buffer, row.where, row.streams, row.part)
+
     def _copy(self, row: _Row) -> tirx.Stmt:
         """The elements of a row that are no padding."""
-        names = self.convolution.coordinates
 
         def ops(at: Expr, lane: Loop | None) -> list:
             point = Point(lane)
             here, *inner = row.parts(at, self.loops)
-            source = self.loops.simplify(row.base + here * self.imm(row.step))
-            sources = {**row.sources, row.dim: source}
-            if inner:
-                sources[row.dim + 1] = inner[0]
-            env = {names[d]: i for d, i in sources.items()}
-            value = convert(Resolve(self.scope, env, point)(row.data), self.dtype)
+            value = self._element(row, here, inner, point)
             return [*point.ops, tirx.BufferStore(self.buffer, value, [*row.where, here, *inner])]
 
         return by_vectors(self.loops, self.lanes, row.low, row.high, ops, twice=True)
+
+    def _element(self, row: _Row, here: Expr, inner: list[Expr], point: Point) -> Expr:
+        """An element of the data: where it lies in its row, and behind that."""
+        names = self.convolution.coordinates
+        source = self.loops.simplify(row.base + here * self.imm(row.step))
+        sources = {**row.sources, row.dim: source}
+        if inner:
+            sources[row.dim + 1] = inner[0]
+        env = {names[d]: i for d, i in sources.items()}
+        return convert(Resolve(self.scope, env, point)(row.data), self.dtype)
 
     def _zeros(self, row: _Row, low: Expr, high: Expr) -> tirx.Stmt:
         zero = constant(0, self.dtype)
@@ -291,7 +333,7 @@ class Box:
 class _Row:
     """A row of a box: of elements `first` to `extent`, `low` to `high` are those of `data` from
     `base` on, `step` apart along `dim`, at `sources` of the other dimensions; or `each` channels of
-    them, which lie in the dimension behind.
+    them, which lie in the dimension behind; or taken apart, in `streams` parts of `part` elements.
     """
 
     where: list[Expr]
@@ -305,6 +347,8 @@ class _Row:
     extent: Expr
     each: int
     data: Expr
+    streams: int = 1
+    part: int = 0
 
     def parts(self, at: Expr, loops: Loops) -> list[Expr]:
         """Where an element of the row lies along the innermost dimensions."""
@@ -326,47 +370,3 @@ def _spread(channels: int, rows: int, length: int, size: int) -> int:
     options = range(LINE_BYTES // size)
     enough = max(map(sets, options)) * ENOUGH_SETS
     return next(more for more in options if sets(more) >= enough)
-
-
-def by_vectors(
-    loops: Loops,
-    lanes: int,
-    low: Expr,
-    high: Expr,
-    ops: Callable[[Expr, Loop | None], list],
-    twice: bool = False,
-) -> tirx.Stmt:
-    """``ops(at, lane)`` at each point from `low` on and below `high`, by vectors where they have
-    such a form and as far as these go; with `twice`, at some points twice if that takes fewer.
-    """
-    length = loops.simplify(high - low)
-    size = number(length)
-
-    def vector(first: Expr, width: int) -> tirx.Stmt:
-        kind = ForKind.VECTORIZED if width > 1 else ForKind.SERIAL
-        lane = loops.new("v", width, kind)
-        found = ops(loops.simplify(first + lane.value), lane if width > 1 else None)
-        if width > 1 and not has_vector_form(found):
-            lane = loops.new("v", width)
-            found = ops(loops.simplify(first + lane.value), None)
-        return nest([lane], found)
-
-    if size is None:
-        whole = loops.new("i", loops.simplify(tirx.FloorDiv(length, loops.imm(lanes))))
-        done = loops.simplify(low + tirx.FloorDiv(length, loops.imm(lanes)) * loops.imm(lanes))
-        rest = loops.new("i", loops.simplify(high - done))
-        return seq(
-            whole.around(vector(low + whole.value * loops.imm(lanes), lanes)),
-            rest.around(nest([], ops(loops.simplify(done + rest.value), None))),
-        )
-    count, rest = divmod(max(0, int(size)), lanes)
-    whole = loops.new("i", count)
-    first = loops.simplify(low + loops.imm(count * lanes))
-    parts = pieces(rest, lanes)
-    if twice and len(parts) > 2:
-        width = parts[0][1]
-        parts = [parts[0], (rest - width, width)]
-    return seq(
-        whole.around(vector(low + whole.value * loops.imm(lanes), lanes)) if count else None,
-        *(vector(first + loops.imm(start), width) for start, width in parts),
-    )

@@ -35,6 +35,9 @@ from .outputs import along_filters
 # The shortest vector; fewer filters a group do not fill it.
 LEAST_FILTERS = 4
 
+# Positions that lie apart by more than this are not shuffled to lie side by side.
+MOST_STRIDE = 4
+
 # Positions of a task along the last window, where there are many.
 MOST_COLUMNS = 256
 
@@ -45,10 +48,23 @@ MOST_FILTERS = 14
 # writes out the taps of few channels, and keeps data that several of them meet in registers.
 MOST_ROWS, LEAST_VECTORS = 8, 4
 
-# What half a vector must save of positions; taps of the positions of a row below which copies of
-# rows for one filter take longer than they save: on a core of a Zen 4, 3 x 3 taps of 512 channels
-# of 14 x 14 take 46 us so, 41 in the loops of any reduction.
-LEAST_SAVED, LEAST_DEPTHWISE = 1.1, 144
+# What half a vector must save of positions: where vectors of 64 bytes take one cycle, 3 x 3 taps of
+# 72 channels of 56 x 56 take 43 us with them and 52 with halves, of 32 groups of 4 channels 178
+# and 262; where they take two, halves are an eighth faster.
+LEAST_SAVED = 1.2
+
+# Taps of the positions of a row below which copies of rows for one filter take longer than they
+# save, and lanes for each position of a row from which on they do: on a core of a Zen 5, 3 x 3 taps
+# of 512 channels of 10 x 10 (16 lanes) take 27 us so, 21 in the loops of any reduction; of 384
+# channels of 14 x 14 19 and 27, of 960 of 7 x 7 28 and 64, and of 4 x 4, of which all elements are
+# one vector there, 21 and 10.
+LEAST_DEPTHWISE, MOST_LANES_EACH = 144, 1.15
+
+# What a task of one filter a channel keeps in a first-level cache, beside the data that it copies,
+# and cycles of beginning such a task. On a core of a Zen 5, 3 x 3 taps of 64 channels of 112 x 112
+# with a stride of 2 take 104 us by whole images, 91 by 28 rows, 80 by 14 and 87 by 8; of 72
+# channels of 56 x 56 with a stride of 1 43 us by whole images, 41 by 28 rows and 49 by 16.
+FIRST_BYTES, FILTER_TASK_CYCLES = 24 << 10, 200
 
 # Of a filter a channel, vectors and taps below which copies take longer than they save: 3 x 3 taps
 # of 32 channels of 112 x 112 take 134 us on a core of a Zen 4, other loops 111; of 128 channels of
@@ -115,6 +131,14 @@ class Tiles:
         """
         return not self.along_filters or number + 1 < len(convolution.windows)
 
+    def span(self, convolution: Convolution, number: int, block: int) -> Span:
+        """What a block of some positions of a window reads; rows that vectors run along are taken
+        apart by the stride.
+        """
+        apart = not self.along_filters and number + 1 == len(convolution.windows)
+        packed = self.packs(convolution, number)
+        return Span.of(convolution.windows[number], block, packed, apart)
+
 
 def fastest_tiles(convolution: Convolution, machine: Machine) -> tuple[float, Tiles]:
     """Predicted cycles of the fastest tiles, and these.
@@ -178,7 +202,7 @@ def _filter_tiles(convolution: Convolution, machine: Machine) -> Iterator[Tiles]
 def _position_tiles(convolution: Convolution, machine: Machine) -> Iterator[Tiles]:
     """Tiles by vectors of positions, where neighbours read elements beside each other."""
     last = convolution.windows[-1]
-    if convolution.is_depthwise or last.expansion > 1 or last.stride > 1:
+    if convolution.is_depthwise or last.expansion > 1:
         return
     filters, (height, width) = convolution.filters_of_group, _height_and_width(convolution)
     lanes = _lanes(convolution, machine)
@@ -190,7 +214,10 @@ def _position_tiles(convolution: Convolution, machine: Machine) -> Iterator[Tile
     if lanes < LEAST_FILTERS:
         return
     is_single = convolution.channels is None and convolution.filters is None
-    if is_single and (height == 1 or convolution.taps * last.size < LEAST_DEPTHWISE):
+    if last.stride > 1:
+        if not is_single or last.stride > MOST_STRIDE:
+            return
+    elif is_single and (height == 1 or _has_short_rows(convolution, lanes)):
         return
     for number in range(1, min(filters, MOST_FILTERS) + 1):
         if (filters % number and convolution.groups > 1) or number * 2 < min(filters, 4):
@@ -202,6 +229,14 @@ def _position_tiles(convolution: Convolution, machine: Machine) -> Iterator[Tile
             rows = min(height, most // vectors, MOST_ROWS)
             tile = Tiles(lanes, False, rows, vectors * lanes, number, (), 1, 1, 1)
             yield from _cut(convolution, tile)
+
+
+def _has_short_rows(convolution: Convolution, lanes: int) -> bool:
+    """Whether copies of rows for one filter take longer than they save."""
+    size = convolution.windows[-1].size
+    if convolution.taps * size >= LEAST_DEPTHWISE:
+        return False
+    return size <= LEAST_FILTERS or ceil(size / lanes) * lanes > MOST_LANES_EACH * size
 
 
 def _lanes(convolution: Convolution, machine: Machine) -> int:
@@ -222,6 +257,8 @@ def _cut(convolution: Convolution, tile: Tiles) -> Iterator[Tiles]:
     groups = ceil(convolution.filters_of_group / tile.filters)
     across = _lengths(last, tile.columns, [ceil(last.size / MOST_COLUMNS)])
     down = _lengths(above, tile.rows, PARTS) if above else [1]
+    if above and above.expansion == 1 and _is_single(tile):
+        down = sorted({*down, *(above.size // p for p in PARTS if above.size % p == 0)})
     for block, length, share in combinations(down, across, _shares(groups)):
         blocks = (*(1 for _ in outer[:-1]), *([block] if above else []), length)
         yield replace(
@@ -231,6 +268,11 @@ def _cut(convolution: Convolution, tile: Tiles) -> Iterator[Tiles]:
             filter_tasks=ceil(groups / share),
             channels=_channels(convolution, tile, blocks),
         )
+
+
+def _is_single(tile: Tiles) -> bool:
+    """Whether vectors of positions meet one filter: loading them is most of the work then."""
+    return not tile.along_filters and tile.filters == 1
 
 
 def _shares(groups: int) -> list[int]:
@@ -282,10 +324,7 @@ def _position_cycles(vectors: int, filters: int) -> float:
 
 
 def _spans(convolution: Convolution, tile: Tiles, blocks: tuple[int, ...]) -> list[Span]:
-    return [
-        Span.of(window, block, tile.packs(convolution, number))
-        for number, (window, block) in enumerate(zip(convolution.windows, blocks, strict=True))
-    ]
+    return [tile.span(convolution, number, block) for number, block in enumerate(blocks)]
 
 
 def _channels(convolution: Convolution, tile: Tiles, blocks: tuple[int, ...]) -> int:
@@ -329,7 +368,12 @@ def _cycles(convolution: Convolution, tiles: Tiles, cores: int) -> float:
     kept += positions * tiles.filters * (tiles.groups_of_task if at_a_time > 1 else 1)
     if kept * bytes_of(convolution.product.dtype) > NEAR_BYTES:
         copied += FAR_VECTORS * FAR_CYCLES * kept / tiles.lanes
-    task = TASK_CYCLES + compute + copied + weights + results
+    begin = TASK_CYCLES
+    if _is_single(tiles):
+        begin = FILTER_TASK_CYCLES
+        if kept * bytes_of(convolution.product.dtype) > FIRST_BYTES:
+            copied += NEAR_CYCLES * kept / tiles.lanes
+    task = begin + compute + copied + weights + results
     tasks = prod(ceil(w.size / b) for w, b in zip(windows, blocks, strict=True))
     return task * ceil(tasks * convolution.groups * tiles.filter_tasks / cores)
 

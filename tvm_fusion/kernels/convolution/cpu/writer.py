@@ -28,10 +28,11 @@ from ...cpu.machine import Machine
 from ...cpu.nests.scope import Scope, allocate, new_buffer
 from ...program.expr import constant, number, unflatten
 from ..geometry import Convolution
-from .box import Box, Run, Span, by_vectors
+from .box import Box, Run
 from .outputs import Outputs, along_filters
 from .panels import Weights
 from .tiles import Tiles
+from .vectors import by_vectors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,10 +103,7 @@ class Writer:
         self.scope = Scope(self.loops, {}, machine.scales)
         self.dtype, self.lanes = convolution.product.dtype, tiles.lanes
         self.spans = [
-            Span.of(window, block, packed=tiles.packs(convolution, number))
-            for number, (window, block) in enumerate(
-                zip(convolution.windows, self._held(), strict=True)
-            )
+            tiles.span(convolution, number, block) for number, block in enumerate(self._held())
         ]
         axes = (*(w.tap for w in convolution.windows), convolution.channels)
         order = [axis for axis in axes if axis is not None]
