@@ -24,7 +24,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -322,10 +322,12 @@ class _Source:
 
     def eager(self, inputs: Sequence[Any] | None = None) -> Any:
         """What PyTorch computes; the model, its buffers and the inputs stay as they were."""
+        from ..frontends.torch.model import evaluation_mode  # torch is there
+
         torch = sys.modules["torch"]
         buffers = {name: x.clone() for name, x in self.model.named_buffers()}
         inputs = tuple(x.clone() for x in (self.inputs if inputs is None else inputs))
-        with _evaluation_mode(self.model), torch.no_grad():
+        with evaluation_mode(self.model):
             return torch.func.functional_call(self.model, buffers, self._given(inputs))
 
     def eager_in_float64(self) -> Any:
@@ -362,18 +364,6 @@ class _Source:
 
 FIXED = (int, float, str, type(None))  # what is part of a program among example inputs
 MOST_OPERATIONS = 4_000_000_000  # of a model that is run as TVM's loops on the CPU
-
-
-@contextmanager
-def _evaluation_mode(model: Any) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    for module in modes:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def _wide(x: Any) -> Any:

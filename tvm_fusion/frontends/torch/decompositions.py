@@ -120,6 +120,15 @@ def _batch_norm(
     return result.to(x.dtype), *moments
 
 
+def _of_scalars_too(original: Any) -> Any:
+    """A function along an axis, of a scalar as of a row of one: TVM's takes none."""
+
+    def decompose(x: torch.Tensor, dim: int, *options: Any) -> Any:
+        return original(x.reshape(1), 0, *options).reshape(()) if x.ndim == 0 else NotImplemented
+
+    return decompose
+
+
 def _nothing(*given: Any, **options: Any) -> None:
     """A check of values, which raises in eager execution."""
 
@@ -159,6 +168,7 @@ PUT_RIGHT = {
     **SOLVERS,
     **SPECIAL,
     _aten._native_batch_norm_legit_no_training.default: _batch_norm,
+    **{op: _of_scalars_too(op) for op in (_aten._softmax.default, _aten._log_softmax.default)},
     _aten.cross_entropy_loss.default: _cross_entropy,
     _aten._linalg_check_errors.default: _nothing,
     _aten.index_fill.int_Scalar: _index_fill,

@@ -136,7 +136,7 @@ def exported(
     try:
         with (
             _ONE_AT_A_TIME,
-            _evaluation_mode(model),
+            evaluation_mode(model),
             _quiet(),
             values_later(model, (args, kwargs)) as (args, kwargs),
         ):
@@ -321,13 +321,20 @@ def _returns_bare_tensor(program: torch.export.ExportedProgram) -> bool:
 
 
 @contextlib.contextmanager
-def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Modules in evaluation mode; those of `nn.Transformer` compute what they do in training, where
+    there is a short cut that packs what a mask leaves (and leaves the rest to chance).
+    """
     modes = {module: module.training for module in model.modules()}
-    model.eval()
+    is_short = torch.backends.mha.get_fastpath_enabled()
+    with contextlib.suppress(NotImplementedError):  # of an exported program, which has no modes
+        model.eval()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad():
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(is_short)
         for module, training in modes.items():
             module.training = training
 

@@ -29,38 +29,53 @@ _KEYS = {  # the type of a key, what infinity is there, and NaN
 _COMPARED = {"bool": "int8", "bfloat16": "float32"}  # TVM has no argmax of these
 
 
-def _first_nan(importer: Importer, x: relax.Expr, axis: int, keepdims: bool) -> relax.Expr:
-    """The place of the first NaN along an axis; the extent of the axis where there is none."""
+def _place_of_nan(
+    importer: Importer, x: relax.Expr, axis: int, keepdims: bool, last: bool
+) -> relax.Expr:
+    """The place of the first NaN along an axis, or of the last one; where there is none the extent
+    of the axis, or -1.
+    """
 
     def places(x: te.Tensor) -> te.Tensor:
         def at(*index: Expr) -> Expr:
             value = tirx.Cast("float32", x(*index)) if str(x.dtype) in HALVES else x(*index)
-            place, none = (tirx.Cast("int64", i) for i in (index[axis], x.shape[axis]))
+            none = tirx.IntImm("int32", -1) if last else x.shape[axis]
+            place, none = (tirx.Cast("int64", i) for i in (index[axis], none))
             return tirx.Select(tirx.isnan(value), place, none)
 
         return te.compute(x.shape, at, name="nan_places", tag=topi.tag.ELEMWISE)
 
     found = importer.block_builder.emit_te(places, x, primfunc_name_hint="nan_places")
-    return importer.emit(relax.op.min(found, axis, keepdims=keepdims))
+    extremum = relax.op.max if last else relax.op.min
+    return importer.emit(extremum(found, axis, keepdims=keepdims))
 
 
 def place_of_extremum(
-    importer: Importer, index: Callable, x: relax.Expr, axis: int | None, keepdims: bool
+    importer: Importer,
+    index: Callable,
+    x: relax.Expr,
+    axis: int | None,
+    keepdims: bool,
+    last_nan: bool = False,
 ) -> relax.Expr:
-    """Where the extremum along an axis is, or that of all in one row; the first of equal ones."""
+    """Where the extremum along an axis is, or that of all in one row: the first of equal ones. A
+    NaN counts as it, the first of several or the last.
+    """
     rank = x.ty.ndim
     if axis is None:
         found = place_of_extremum(
-            importer, index, importer.emit(relax.op.reshape(x, [-1])), 0, keepdims
+            importer, index, importer.emit(relax.op.reshape(x, [-1])), 0, keepdims, last_nan
         )
         return importer.emit(relax.op.reshape(found, [1] * rank)) if keepdims else found
     x = importer.cast(x, _COMPARED.get(str(x.ty.dtype), str(x.ty.dtype)))
     found = importer.emit(index(x, axis, keepdims))
     if "float" not in str(x.ty.dtype):
         return found
-    first = _first_nan(importer, x, axis % rank, keepdims)
-    none = importer.emit(relax.op.equal(first, relax.const(int(x.ty.shape[axis % rank]), "int64")))
-    return importer.emit(relax.op.where(none, found, first))
+    place = _place_of_nan(importer, x, axis % rank, keepdims, last_nan)
+    nowhere = relax.const(-1 if last_nan else int(x.ty.shape[axis % rank]), "int64")
+    return importer.emit(
+        relax.op.where(importer.emit(relax.op.equal(place, nowhere)), found, place)
+    )
 
 
 def _extremum(index: Callable) -> Converter:
@@ -154,7 +169,7 @@ def _median(importer: Importer, node: fx.Node) -> relax.Expr:
     extent = int(x.ty.shape[axis])
     middle = span(importer, order, axis % x.ty.ndim, (extent - 1) // 2, 1)
     if "float" in str(x.ty.dtype):
-        first = _first_nan(importer, x, axis % x.ty.ndim, True)
+        first = _place_of_nan(importer, x, axis % x.ty.ndim, True, last=False)
         none = importer.emit(relax.op.equal(first, relax.const(extent, "int64")))
         middle = importer.emit(relax.op.where(none, middle, first))
     results = [_at(importer, x, middle, axis), middle]

@@ -1,4 +1,4 @@
-"""Maxima and minima that keep NaN, as those of PyTorch, NumPy and ONNX do.
+"""Maxima and minima that keep NaN, as those of PyTorch, NumPy and ONNX do; and `!=` that knows it.
 
     y[i] = T.max(x[i], 0)      y[i] = llvm.maximum(x[i], 0)      on a CPU
                                y[i] = tvmf_max_nan(x[i], 0)      on a GPU: max.NaN.f32
@@ -58,7 +58,7 @@ _FLOATS = ("float", "bfloat")
 def with_kept_nan(mod: tvm.IRModule) -> tvm.IRModule:
     """Lowered functions that are bound to a device, with maxima and minima that keep NaN."""
     mod = rewritten(mod, _REDUCTIONS, lambda func: target_kind(func) == "llvm")
-    mod = rewritten(mod, RULES, lambda func: target_kind(func) == "llvm")
+    mod = rewritten(mod, [*RULES, *_UNEQUAL], lambda func: target_kind(func) == "llvm")
     return rewritten(mod, _ON_GPU, lambda func: target_kind(func) == "cuda")
 
 
@@ -123,5 +123,15 @@ def _by_device(name: str) -> Rule:
 RULES = [(tirx.Max, _by_llvm("max")), (tirx.Min, _by_llvm("min"))]
 """For `rewritten`: of functions before they are lowered, too."""
 
+# ---- What is no number is unequal to all, where TVM's code for a CPU has `fcmp one`.
+#
+#     y[i] = x[i] != 1      y[i] = not (x[i] == 1)      once nothing simplifies it to the former
+
+
+def _unequal(node: tirx.NE) -> Expr:
+    return tirx.Not(tirx.EQ(node.a, node.b)) if dtype_of(node.a).startswith(_FLOATS) else node
+
+
+_UNEQUAL = [(tirx.NE, _unequal)]
 _REDUCTIONS = [(tirx.BufferStore, _of_reduction)]
 _ON_GPU = [(tirx.Max, _by_device("max")), (tirx.Min, _by_device("min"))]

@@ -42,6 +42,7 @@ from .tensors import (
     describe,
     from_tvm,
     kind_of,
+    leaves_of,
     result_kind,
     to_argument,
     torch_stream,
@@ -272,8 +273,9 @@ class CompiledModule:
         Parameters
         ----------
         *inputs : numpy.ndarray, torch.Tensor or tvm.runtime.Tensor
-            In the order of `signature`. Numbers, texts and None that were among the example inputs
-            stand in their places, or are all left out.
+            In the order of `signature`, or in tuples, lists and dicts as the model takes them.
+            Numbers, texts and None that were among the example inputs stand in their places, or are
+            all left out.
 
         Returns
         -------
@@ -292,6 +294,8 @@ class CompiledModule:
         TargetError
             If this machine lacks the device.
         """
+        if len(inputs) != len(self.signature.inputs):
+            inputs = leaves_of(inputs)
         if self._source is not None:
             return self._source_call(inputs)
         return self.call_with(inputs, are_negated(inputs))

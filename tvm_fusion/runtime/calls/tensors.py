@@ -141,6 +141,20 @@ def is_torch_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def leaves_of(inputs: Sequence[Any]) -> Sequence[Any]:
+    """Inputs without the tuples, lists and dicts around them; torch knows more such classes."""
+    if not any(isinstance(x, tuple | list | dict) for x in inputs):
+        return inputs
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return torch.utils._pytree.tree_leaves(inputs)
+    found: list[Any] = []
+    for x in inputs:
+        nested = x.values() if isinstance(x, dict) else x
+        found.extend(leaves_of(nested) if isinstance(x, tuple | list | dict) else [x])
+    return found
+
+
 def are_negated(values: Sequence[Any]) -> bool:
     """Whether torch only marks the sign of one, and memory has another: imaginary parts of
     conjugates.

@@ -62,7 +62,7 @@ def _maxima(
     dtype = str(x.ty.dtype)
     least = relax.const(float("-inf") if "float" in dtype else np.iinfo(dtype).min, dtype)
     values = importer.emit(relax.op.where(relax.const(inside), values, least))
-    best = place_of_extremum(importer, relax.op.argmax, values, -1, keepdims=True)
+    best = place_of_extremum(importer, relax.op.argmax, values, -1, keepdims=True, last_nan=True)
     shape = [*lead, *map(int, like.shape[-rank:])]
     table = importer.emit(relax.op.broadcast_to(relax.const(places, "int64"), values.ty.shape))
     return importer.emit(
