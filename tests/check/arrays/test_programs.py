@@ -9,6 +9,7 @@ import pytest
 import torch
 import tvm
 from torch.utils._python_dispatch import TorchDispatchMode
+from tvm import relax
 from tvm.relax import op
 
 from tests.support.graphs import module
@@ -22,6 +23,7 @@ from tvm_fusion.check.plain import plain_module
 from tvm_fusion.check.reference import build_reference
 from tvm_fusion.check.rules import as_array, like
 from tvm_fusion.check.verify import judge_outputs
+from tvm_fusion.frontends.torch.written.writes import Write, write_function
 
 LLVM = tvm.target.Target({"kind": "llvm"})
 
@@ -223,3 +225,59 @@ def test_arrays_become_tensors_and_tensors_arrays():
     assert tensor.dtype == torch.bfloat16
     np.testing.assert_array_equal(like(tensor, half), half)
     np.testing.assert_array_equal(as_array(tensor.T).astype("float32"), half.T.astype("float32"))
+
+
+# ---- Tensors that are written to.
+
+ROWS = relax.TensorType((6, 3), F32)
+
+
+def writes(write, in_place, reads_old=False):
+    """`main` of a tensor, the indices of its rows and values to the tensor after a write and what
+    is computed of it."""
+    x, places = relax.Var("x", ROWS), relax.Var("places", relax.TensorType((4,), "int64"))
+    values = relax.Var("values", relax.TensorType(write.values, F32))
+    bb = relax.BlockBuilder()
+    function = bb.add_func(write_function(write, in_place), "write")
+    with bb.function("main", [x, places, values]):
+        before = bb.emit(op.exp(x))
+        arguments = [x, places, values]
+        if in_place:
+            new = bb.emit(op.call_tir_inplace(function, arguments, [0], ROWS))
+        else:
+            new = bb.emit(op.call_tir(function, arguments, ROWS))
+        after = bb.emit(op.add(x if reads_old else new, before))
+        bb.emit_func_output(relax.Tuple([new, after]))
+    return plain_module(bb.get(), LLVM)
+
+
+def row_write(adds=False, wraps=True, values=(4, 3)):
+    return Write((6, 3), F32, (((4,), "int64"), None), values, adds, wraps=wraps)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["copy", "in place"])
+@pytest.mark.parametrize("values", [(4, 3), (3,), ()], ids=["rows", "row", "number"])
+@pytest.mark.parametrize("adds", [False, True], ids=["writes", "adds"])
+def test_writes_are_those_of_compiled_loops(in_place, values, adds):
+    mod = writes(row_write(adds, values=values), in_place)
+    x, _, new = random_inputs(mod["main"])
+    kept, places = x.copy(), np.array([4, -6, 2, 0])  # the last one is where the second is
+    found = on_arrays(mod, ["main"], None)["main"]([x, places, new])
+    expected = build_reference(mod)([x, places, new])
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-14)
+    np.testing.assert_array_equal(x, kept)
+    np.testing.assert_array_equal(found[0][[1, 3, 5]], kept[[1, 3, 5]].astype("float64"))
+
+
+@pytest.mark.parametrize("place", [6, -1])
+def test_a_write_out_of_range_is_refused(place):
+    mod = writes(row_write(wraps=False), in_place=True)
+    x, _, new = random_inputs(mod["main"])
+    with pytest.raises(NotOnArrays, match="out of range"):
+        on_arrays(mod, ["main"], None)["main"]([x, np.array([4, place, 2, 0]), new])
+
+
+def test_what_is_read_by_its_old_name_after_a_write_in_place_is_left_to_compiled_loops():
+    assert on_arrays(writes(row_write(), in_place=False, reads_old=True), ["main"], None)
+    assert not on_arrays(writes(row_write(), in_place=True, reads_old=True), ["main"], None)

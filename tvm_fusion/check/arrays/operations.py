@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from tvm import tirx
@@ -116,6 +117,25 @@ def _laid_out(whole: Shape, order: Shape, shape: Shape, value: Any) -> Any:
     return value.expand(whole).permute(order).reshape(shape).contiguous()
 
 
+def _written_at(
+    whole: Shape, old: Any, values: Any, places: Any, inside: Any, adds: bool = False
+) -> Any:
+    """A copy of a tensor with values at places of it, or with these added; of several at one place
+    the last one counts, in the order of the axes of a block.
+    """
+    torch = sys.modules["torch"]
+    if not inside.all():
+        raise NotOnArrays("an index is out of range")
+    flat = old.reshape(-1)
+    places, values = places.expand(whole).reshape(-1), values.expand(whole).reshape(-1)
+    if adds:
+        return flat.index_add(0, places, values).reshape(old.shape)
+    order = torch.arange(len(places), device=places.device)
+    last = torch.full(flat.shape, -1, device=places.device)
+    counts = last.scatter_reduce(0, places, order, "amax")[places] == order
+    return flat.index_put((places[counts],), values[counts]).reshape(old.shape)
+
+
 def _sum(along: Shape, value: Any) -> Any:
     return value.sum(along, keepdim=True, dtype=value.dtype)
 
@@ -158,6 +178,8 @@ _OWN: dict[str, Callable[..., Any]] = {
     "taken": lambda buffer, place: buffer.take(place),
     "taken inside": _taken_inside,
     "laid out": _laid_out,
+    "written at": _written_at,
+    "added at": partial(_written_at, adds=True),
     "contracted": _contracted,
     "sum of": _sum,
     "product of": _product,

@@ -6,15 +6,17 @@
 
 An expression of a block is a tensor with an axis for each axis of the block, of length 1 where the
 expression is the same all along it. What an affine index reads is a view; any other index is
-computed, and what it reads is gathered. A sum of a product is an `einsum`.
+computed, and what it reads is gathered. A sum of a product is an `einsum`. A tensor that is written
+at places that are data, or in part, becomes another one: what was given stays as it is.
 
 Before anything runs, all of a function has become a list of steps; a function with anything else
 than this in it is refused (`NotOnArrays`), and so is a run that reads out of bounds or divides an
 integer by zero. Compiled loops (`check.reference`) do what is refused, and say why where data is
 wrong.
 
-Does not handle: symbolic extents, reductions of several results (argmax), scans, scatters, bit
-casts, floats of fewer than 32 bits, unsigned integers of more than 8.
+Does not handle: symbolic extents, reductions of several results (argmax), scans, writes to places
+of a tensor that is read elsewhere meanwhile, bit casts, floats of fewer than 32 bits, unsigned
+integers of more than 8.
 """
 
 from __future__ import annotations
@@ -72,6 +74,9 @@ class ArrayFunction:
         How many of its parameters are inputs.
     device : str
         torch's name of the device.
+    results : sequence of int, optional
+        The numbers of the parameters that are results, which inputs may be (by default those behind
+        the inputs).
 
     Attributes
     ----------
@@ -83,13 +88,16 @@ class ArrayFunction:
     NotOnArrays
     """
 
-    def __init__(self, func: tirx.PrimFunc, count: int, device: str) -> None:
+    def __init__(
+        self, func: tirx.PrimFunc, count: int, device: str, results: Sequence[int] | None = None
+    ) -> None:
+        numbers = range(count, len(func.params)) if results is None else results
         writer = _Writer(device)
         for param in func.params[:count]:
             writer.add_input(param)
         writer.nests(func)
         self.operations = writer.operations
-        self._outputs = [writer.tensor_of(param) for param in func.params[count:]]
+        self._outputs = [writer.tensor_of(func.params[i]) for i in numbers]
         made = {step.output for step in writer.steps}
         self._registers = writer.registers
         self._steps = freeing(
@@ -121,6 +129,7 @@ class _Axes:
     vars: list[Var]
     extents: Shape
     reduced: tuple[int, ...]
+    in_order: bool = True  # as the loops are nested
 
     def places(self, var: Var) -> int | None:
         return next((i for i, axis in enumerate(self.vars) if axis.same_as(var)), None)
@@ -224,17 +233,22 @@ class _Writer:
         if not isinstance(block.body, tirx.BufferStore):
             raise NotOnArrays(f"a block of {type(block.body).__name__}")
         self.axes = self._axes_of(block, stmt.iter_values, loops)
-        store = block.body
+        store, whole = block.body, self._is_whole(block.body)
         if self.axes.reduced:
-            value = self._reduction(store, block.init)
-        else:
-            if store.buffer in _sources(store.value):
+            if not whole:
+                raise NotOnArrays("a reduction into a part")
+            self._store(store, self._reduction(store, block.init))
+        elif whole:
+            if not all(_is_same_place(load, store) for load in _loads(store.value, store.buffer)):
                 raise NotOnArrays("a scan")
-            value = self.expr(store.value)
-        self._store(store, value)
+            self._store(store, self.expr(store.value))
+        else:
+            self._write(store)
 
     def _axes_of(self, block: s_tir.SBlock, values: Sequence[Expr], loops: dict[Var, int]) -> _Axes:
         left, extents, reduced = dict(loops), [], []
+        nested = {loop: i for i, loop in enumerate(loops)}
+        order = [nested[value] for value in values if value in nested]
         for i, (axis, value) in enumerate(zip(block.iter_vars, values, strict=True)):
             extent = _known(axis.dom.extent)
             is_loop = (extent == 1 and number(value) == 0) or left.pop(value, None) == extent
@@ -245,25 +259,54 @@ class _Writer:
                 reduced.append(i)
         if any(extent != 1 for extent in left.values()):
             raise NotOnArrays("a loop that is no axis")
-        return _Axes([axis.var for axis in block.iter_vars], tuple(extents), tuple(reduced))
+        axes = [axis.var for axis in block.iter_vars]
+        return _Axes(axes, tuple(extents), tuple(reduced), order == sorted(order))
+
+    def _is_whole(self, store: tirx.BufferStore) -> bool:
+        """Whether a block writes each element of a buffer once."""
+        order = [self._axis_of(index) for index in store.indices]
+        used = [axis for axis in order if axis is not None]
+        rest = [i for i in range(len(self.axes.extents)) if i not in used]
+        return (
+            len(set(used)) == len(used)
+            and all(
+                extent == (1 if axis is None else self.axes.extents[axis])
+                and (axis is not None or number(index) == 0)
+                for index, axis, extent in zip(
+                    store.indices, order, _extents(store.buffer), strict=True
+                )
+            )
+            and all(self.axes.extents[i] == 1 or i in self.axes.reduced for i in rest)
+        )
+
+    def _axis_of(self, index: Expr) -> int | None:
+        return self.axes.places(index) if isinstance(index, Var) else None
 
     def _store(self, store: tirx.BufferStore, value: int) -> None:
         """What a buffer holds after a block that writes all of it."""
         shape, axes = _extents(store.buffer), self.axes
-        order = []
-        for index, extent in zip(store.indices, shape, strict=True):
-            place = axes.places(index) if isinstance(index, Var) else None
-            if place is None and extent == 1 and number(index) == 0:
-                continue
-            if place is None or place in order or axes.extents[place] != extent:
-                raise NotOnArrays("a block that writes a part")
-            order.append(place)
+        order = [axis for axis in map(self._axis_of, store.indices) if axis is not None]
         rest = [i for i in range(len(axes.extents)) if i not in order]
-        if any(axes.extents[i] != 1 and i not in axes.reduced for i in rest):
-            raise NotOnArrays("a block that writes twice")
         whole = tuple(1 if i in axes.reduced else e for i, e in enumerate(axes.extents))
         how = (whole, (*order, *rest), shape)
         self.buffers[store.buffer] = self.emit("laid out", [value], shape, *how)
+
+    def _write(self, store: tirx.BufferStore) -> None:
+        """What a buffer holds after a block that writes some places of it, one after the other."""
+        buffer, value, adds = store.buffer, store.value, False
+        if buffer not in self.buffers or not self.axes.in_order:
+            raise NotOnArrays("a block that writes a part")
+        if isinstance(value, tirx.Add):
+            own = [_is_same_place(side, store) for side in (value.a, value.b)]
+            adds = any(own)
+            value = (value.b if own[0] else value.a) if adds else value
+        if any(_loads(e, buffer) for e in (value, *store.indices)):
+            raise NotOnArrays("a write of what it reads elsewhere")
+        shape = _extents(buffer)
+        place, inside = self._place(store.indices, shape, None)
+        inputs = [self.buffers[buffer], self.expr(value), place, inside]
+        name = "added at" if adds else "written at"
+        self.buffers[buffer] = self.emit(name, inputs, shape, self.axes.extents)
 
     # ---- Reductions.
 
@@ -273,7 +316,7 @@ class _Writer:
         step = store.value
         sides = [(step.a, step.b), (step.b, step.a)]
         term = next((b for a, b in sides if _is_same_place(a, store)), None)
-        if term is None or store.buffer in _sources(term):
+        if term is None or _loads(term, store.buffer):
             raise NotOnArrays("a reduction of another kind")
         first = self.expr(init.value)
         found = self._sum(term) if isinstance(step, tirx.Add) else self._extreme(step, term)
@@ -450,12 +493,7 @@ class _Writer:
     def _gathered(
         self, buffer: int, indices: Sequence[Expr], extents: Shape, where: int | None
     ) -> int:
-        place = self.value(0, "int64")
-        inside = self.value(1, "bool")
-        for index, extent, stride in zip(indices, extents, _strides(extents), strict=True):
-            at = self._cast(self.expr(index, where), dtype_of(index), "int64")
-            inside = self.pointwise("logical_and", inside, self._within(at, extent))
-            place = self.pointwise("add", place, self.scaled(at, stride))
+        place, inside = self._place(indices, extents, where)
         if not math.prod(extents):
             raise NotOnArrays("a load of nothing")
         inputs = [buffer, place, inside]
@@ -465,6 +503,15 @@ class _Writer:
         if where is not None:
             inputs, shape = [*inputs, where], self.together([place, inside, where])
         return self.emit("taken inside", inputs, shape)
+
+    def _place(self, indices: Sequence[Expr], extents: Shape, where: int | None) -> tuple[int, int]:
+        """The registers of a place in a flat buffer, and of whether it is one."""
+        place, inside = self.value(0, "int64"), self.value(1, "bool")
+        for index, extent, stride in zip(indices, extents, _strides(extents), strict=True):
+            at = self._cast(self.expr(index, where), dtype_of(index), "int64")
+            inside = self.pointwise("logical_and", inside, self._within(at, extent))
+            place = self.pointwise("add", place, self.scaled(at, stride))
+        return place, inside
 
     def scaled(self, value: int, factor: int) -> int:
         if factor == 1:
@@ -511,11 +558,11 @@ def _factors(term: Expr) -> Iterator[Expr]:
         yield term
 
 
-def _sources(e: Expr) -> list[Var]:
-    """The buffers that an expression reads."""
-    found: list[Var] = []
-    tvm_ffi.structural_walk(e, [(TensorLoad, lambda load: found.append(load.source))])
-    return found
+def _loads(e: Expr, buffer: Var) -> list[TensorLoad]:
+    """Where an expression reads a buffer."""
+    found: list[TensorLoad] = []
+    tvm_ffi.structural_walk(e, [(TensorLoad, found.append)])
+    return [load for load in found if load.source.same_as(buffer)]
 
 
 def _is_same_place(e: Expr, store: tirx.BufferStore) -> bool:

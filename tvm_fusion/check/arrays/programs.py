@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 Run = Callable[[Sequence[Any]], list[Any]]
 
 _LONG = 1 << 27  # operations that take more than a tenth of a second on one core
+IN_PLACE = "relax.call_tir_inplace"
 _RESHAPES = ("relax.reshape", "relax.memory.view", "relax.memory.ensure_zero_offset")
 
 
@@ -91,18 +92,21 @@ class _Functions:
 
     def __init__(self, mod: tvm.IRModule, device: str) -> None:
         self.mod, self.device = mod, device
-        self._made: dict[tvm.ir.GlobalVar, ArrayFunction] = {}
+        self._made: dict[tuple, ArrayFunction] = {}
 
-    def of(self, gvar: tvm.ir.GlobalVar, count: int) -> ArrayFunction:
-        if gvar not in self._made:
+    def of(
+        self, gvar: tvm.ir.GlobalVar, count: int, results: tuple[int, ...] | None
+    ) -> ArrayFunction:
+        key = (gvar, results)
+        if key not in self._made:
             func = self.mod[gvar]
             if not isinstance(func, tirx.PrimFunc):
                 raise NotOnArrays(f"a call of {gvar.name_hint}")
             try:
-                self._made[gvar] = ArrayFunction(func, count, self.device)
+                self._made[key] = ArrayFunction(func, count, self.device, results)
             except NotOnArrays as error:
                 raise NotOnArrays(f"{gvar.name_hint}: {error}") from error
-        return self._made[gvar]
+        return self._made[key]
 
 
 Value = int | list
@@ -124,12 +128,20 @@ class _Reader:
     tensors: list[Any] = field(default_factory=list)
     calls: list[_CallOf] = field(default_factory=list)
     known: dict[relax.Var, Value] = field(default_factory=dict)
+    views: dict[int, int] = field(default_factory=dict)  # of what each is one
+    written: set[int] = field(default_factory=set)
 
     def new(self, tensor: Any = None) -> int:
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
     def value(self, e: relax.Expr) -> Value:
+        found = self._value(e)
+        if any(self.views.get(i, i) in self.written for i in _flat(found)):
+            raise NotOnArrays("a read of memory by the name that it had before a write")
+        return found
+
+    def _value(self, e: relax.Expr) -> Value:
         if isinstance(e, relax.Var) and e in self.known:
             return self.known[e]
         if isinstance(e, relax.Tuple):
@@ -147,16 +159,28 @@ class _Reader:
         if name in _RESHAPES:
             shape, output = _extents(call.ty), self.new()
             inputs = tuple(_flat(self.value(call.args[0])))
+            self.views[output] = self.views.get(inputs[0], inputs[0])
             self.calls.append(_CallOf(lambda given: [given[0].reshape(shape)], inputs, (output,)))
             return output
-        if name != "relax.call_tir" or len(call.args) > 2:
+        if name not in ("relax.call_tir", IN_PLACE) or len(call.args) > 2:
             raise NotOnArrays(f"a call of {name}")
         (ty,) = call.ty_args
         inputs = tuple(_flat(self.value(call.args[1])))
-        function = self.functions.of(call.args[0], len(inputs))
+        results = _results(call, len(inputs)) if name == IN_PLACE else None
+        function = self.functions.of(call.args[0], len(inputs), results)
         outputs = [self.new() for _ in (ty.fields if isinstance(ty, relax.TupleType) else [ty])]
         self.calls.append(_CallOf(function, inputs, tuple(outputs)))
+        changed = [inputs[i] for i in results or () if i < len(inputs)]
+        self.written.update(self.views.get(i, i) for i in changed)
         return outputs if isinstance(ty, relax.TupleType) else outputs[0]
+
+
+def _results(call: Call, count: int) -> tuple[int, ...]:
+    """The numbers of the parameters that hold what a call in place gives: -1 stands for one behind
+    the inputs.
+    """
+    behind = iter(range(count, count + len(call.attrs.inplace_indices)))
+    return tuple(i if i >= 0 else next(behind) for i in map(int, call.attrs.inplace_indices))
 
 
 class _Program:
