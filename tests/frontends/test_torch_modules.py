@@ -19,6 +19,14 @@ CASES = {
         [1.0, NAN, -1.0, 0.5],
     ),
     "softmax of a scalar": (lambda x: (torch.softmax(x, 0), torch.log_softmax(x, -1)), 2.0),
+    "searches": (
+        lambda x: (
+            torch.bucketize(x, torch.tensor([0.0, 1.0, 2.0]), right=True),
+            torch.searchsorted(torch.tensor([0.0, 1.0, NAN]), x.half(), out_int32=True),
+            torch.searchsorted(torch.tensor([[0, 1, 1, 2]]), x[None].nan_to_num().int()),
+        ),
+        [0.0, NAN, 1.0, -1.0, 9.0],
+    ),
     "maxima of NaN": (
         lambda x: F.max_pool2d(x, 2, 1, return_indices=True),
         [[[[1.0, NAN, 2.0], [NAN, 0.0, NAN], [1.0, 1.0, 1.0]]]],
@@ -32,6 +40,19 @@ def test_special_values(name):
     x = torch.tensor(numbers)
     compiled = tvm_fusion.compile(Function(function), "llvm", example_inputs=(x,))
     torch.testing.assert_close(compiled(x), function(x), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: torch.topk(x[0, 0], 3),  # NaN among others: PyTorch takes any
+        lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=1),  # NaN in a filter
+    ],
+)
+def test_what_pytorch_leaves_open_is_not_compared(function):
+    inputs = torch.randn(1, 4, 5, 16), torch.randn(4, 3, 3, 3)
+    compiled = tvm_fusion.compile(Function(function), "llvm", example_inputs=inputs)
+    torch.testing.assert_close(compiled(*inputs), function(*inputs), atol=1e-4, rtol=1e-4)
 
 
 def test_masked_transformers_compute_what_they_are_trained_with():

@@ -20,7 +20,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...errors import FrontendError
 from .importer import Importer, bound_arguments
-from .operators import Converter
+from .operators import HALVES, Converter
 
 Result = tuple[Sequence[int], str]  # shape, element type
 Write = Callable[[list, list], None]  # statements from flat inputs and results
@@ -217,27 +217,46 @@ _POLYNOMIALS: dict[str, Converter] = {
 # ---- Searches.
 
 
-def _searchsorted(importer: Importer, node: fx.Node) -> relax.Expr:
-    """Where values go in sorted rows: before equal ones, or behind them."""
-    from tvm import topi
-
+def _searched(importer: Importer, node: fx.Node) -> relax.Expr:
+    """Where values go in sorted rows: before equal ones, or behind them. NaN goes behind all, and
+    is passed in rows, by the comparisons of PyTorch's binary search.
+    """
     args = bound_arguments(node)
-    right = args["right"] or args["side"] == "right"
-    rows = args["sorted_sequence"]
-    value = args["self"].meta["val"] if isinstance(args["self"], fx.Node) else args["self"]
+    right = args["right"] or args.get("side") == "right"
+    rows, sought = args.get("sorted_sequence", args.get("boundaries")), args["self"]
+    value = sought.meta["val"] if isinstance(sought, fx.Node) else sought
     dtype = importer._convert_data_type(torch.result_type(rows.meta["val"], value))
-    found, values = importer.operand(rows, dtype), importer.operand(args["self"], dtype)
-    if args["sorter"] is not None:
+    found, values = importer.operand(rows, dtype), importer.operand(sought, dtype)
+    if args.get("sorter") is not None:
         found = importer.emit(
             relax.op.gather_elements(found, importer.value_of(args["sorter"]), -1)
         )
-    shape = known_shape(node)
-    if not shape:
-        values = importer.emit(relax.op.reshape(values, [1]))
-    made = importer.block_builder.emit_te(
-        topi.searchsorted, found, values, right, importer.dtype_of(node)
-    )
-    return made if shape else importer.emit(relax.op.squeeze(made, [0]))
+    shape, out = known_shape(node), importer.dtype_of(node)
+    extent, is_shared = int(found.ty.shape[-1]), found.ty.ndim == 1
+
+    def write(ins: list, outs: list) -> None:
+        (row, sought), (result,) = ins, outs
+        with T.parallel(0, math.prod(shape)) as i:
+            begin = 0 if is_shared else i // shape[-1] * extent
+            low, high = variable(out, 0), variable(out, extent)
+            with T.While(low[0] < high[0]):
+                middle = (low[0] + high[0]) // 2
+                is_before = _is_passed(row[begin + middle], sought[i], right)
+                step = variable(out, tirx.Select(is_before, middle + 1, low[0]))
+                high[0] = tirx.Select(is_before, high[0], middle)
+                low[0] = step[0]
+            result[i] = low[0]
+
+    return loops(importer, "searchsorted", [found, values], [(shape, out)], write)[0]
+
+
+def _is_passed(element: Expr, value: Expr, right: bool) -> Expr:
+    """`not element >= value`, or `not element > value`, which TVM would take for `<` and `<=`."""
+    is_less = element <= value if right else element < value
+    if "float" not in str(element.ty.dtype):
+        return is_less
+    wide = (tirx.Cast("float32", x) if str(x.ty.dtype) in HALVES else x for x in (element, value))
+    return tirx.Or(is_less, tirx.Or(*map(tirx.isnan, wide)))
 
 
 # ---- Integers.
@@ -267,8 +286,11 @@ CONVERTERS: dict[str, Converter] = {
     "cummin.default": _cumulative_extremum(is_least=True),
     "gcd.default": _greatest_divisor,
     "logcumsumexp.default": _logcumsumexp,
-    "searchsorted.Tensor": _searchsorted,
-    "searchsorted.Scalar": _searchsorted,
+    **{
+        f"{name}.{kind}": _searched
+        for name in ("bucketize", "searchsorted")
+        for kind in ("Scalar", "Tensor")
+    },
     **{
         f"special_{name}.{kind}": converter
         for name, converter in _POLYNOMIALS.items()
