@@ -82,8 +82,8 @@ def always_wrong(monkeypatch, tmp_path):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     right = check_module.runner
 
-    def wrong(built):
-        run = right(built)
+    def wrong(built, **how):
+        run = right(built, **how)
         return lambda inputs: [x + 1 for x in run(inputs)]
 
     monkeypatch.setattr(check_module, "runner", wrong)
@@ -148,8 +148,8 @@ def test_as_little_as_need_be_gives_way(monkeypatch, wrong):
     """The first `wrong` modules are wrong as a whole, and no group by itself."""
     number, right = count(), check_module.runner
 
-    def runner(built):
-        run, error = right(built), next(number) < wrong
+    def runner(built, **how):
+        run, error = right(built, **how), next(number) < wrong
         return lambda inputs: [x + error for x in run(inputs)]
 
     monkeypatch.setattr(check_module, "runner", runner)

@@ -331,7 +331,9 @@ def test_branches_give_way_before_a_plan_does(monkeypatch):
     monkeypatch.setattr(
         check_module,
         "runner",
-        lambda built: lambda inputs: [x + (next(wrong) == 0) for x in right(built)(inputs)],
+        lambda *args, **how: (
+            lambda inputs: [x + (next(wrong) == 0) for x in right(*args, **how)(inputs)]
+        ),
     )
     compiled = tvm_fusion.compile(Branches, TARGET)
     assert compiled.report.verify.passed
@@ -602,8 +604,8 @@ def wrong_decode(monkeypatch, times: float) -> None:
     """Make the first `times` checks of `Pair.decode` fail."""
     number, right = count(), check_module.runner
 
-    def runner(built):
-        run = right(built)
+    def runner(built, **how):
+        run = right(built, **how)
         if len(built.signature.inputs) != len(Pair["decode"].params):
             return run
         error = next(number) < times

@@ -97,6 +97,7 @@ class Reference:
     ) -> None:
         self.inputs, self._of = inputs, (mod, target)
         self.ceiling = True  # see `rules.check_output`
+        self.written: tuple[int, ...] = ()  # inputs that are outputs of it (`written_memory`)
         self._builds = _Builds(mod, target)
 
     def with_exact(self, run: Callable[[Sequence[Any]], list[np.ndarray]]) -> Reference:
@@ -115,7 +116,7 @@ class Reference:
         """The same module on other inputs; nothing is built again."""
         mod, target = self._of
         other = Reference(mod, inputs, target)
-        other.ceiling, other._builds = ceiling, self._builds
+        other.ceiling, other._builds, other.written = ceiling, self._builds, self.written
         return other
 
     @cached_property

@@ -42,6 +42,7 @@ from .plain import plain_module
 from .reference import runner
 from .repair import OthersOf, Repair
 from .verify import Verification, judge_outputs, outputs_on
+from .written_memory import with_written
 
 logger = logging.getLogger(__name__)
 
@@ -168,8 +169,16 @@ def _references_on(
     """The reference on given inputs; none where there are none, or the model refuses them too."""
     if inputs is None:
         return []
-    reference = Reference(mod, inputs, planned.target)
+    reference = _reference(mod, inputs, planned.target)
     return [reference] if _takes(reference, None) else []
+
+
+def _reference(mod: tvm.IRModule, inputs: Sequence[Any], target: tvm.target.Target) -> Reference:
+    """A reference of the outputs, and of what is left in inputs that are written to."""
+    shown, written = with_written(mod)
+    found = Reference(shown, inputs, target)
+    found.written = written
+    return found
 
 
 def references_of(planned: Planned, mod: tvm.IRModule) -> list[Reference]:
@@ -181,7 +190,7 @@ def references_of(planned: Planned, mod: tvm.IRModule) -> list[Reference]:
     ------
     RefusesAll
     """
-    first = Reference(mod, drawn_inputs(planned.mod), planned.target)
+    first = _reference(mod, drawn_inputs(planned.mod), planned.target)
     others = [
         first.on(drawn_inputs(planned.mod, n, mod), ceiling=not is_extreme(n))
         for n in range(1, draw_count(mod))
@@ -238,7 +247,8 @@ def judged(built: Built, references: Sequence[Reference]) -> tuple[Verification,
     """The verdict on a build on the inputs of all references, or on the first that it fails on, and
     these inputs. What is not finite is told of the first ones, which are ordinary.
     """
-    run, worst, not_finite = runner(built), 0.0, None
+    run = runner(built, written=references[0].written)
+    worst, not_finite = 0.0, None
     for reference in stepped("inputs checked", references, len(references)):
         found = judge_outputs(outputs_on(run, reference), reference)
         worst = max(worst, found.worst_error)

@@ -448,14 +448,18 @@ def run_reference(
 
 
 def runner(
-    built: Built, entry: str | None = None, look: Callable[..., int] | None = None
+    built: Built,
+    entry: str | None = None,
+    look: Callable[..., int] | None = None,
+    written: Sequence[int] = (),
 ) -> Callable[[Sequence[Any]], list[np.ndarray]]:
     """A function of a build, by default that of its signature, from inputs to its outputs as a flat
     list of arrays.
 
     It is run on other numbers first, in memory that holds no result: what it leaves unwritten, or
     takes over from the call before, is not by chance what it should be. `look` is an instrument of
-    the virtual machine for all runs but that one.
+    the virtual machine for all runs but that one. Behind the outputs comes what is left in the
+    inputs whose numbers are `written`.
     """
     device = tvm.runtime.device_from_target(built.target)
     machine = built.machine()
@@ -463,7 +467,8 @@ def runner(
     first = True
 
     def call(values: Sequence[Any]) -> list[np.ndarray]:
-        return flatten(function(*[to_argument(x, device=device) for x in values]))
+        arguments = [to_argument(x, device=device) for x in values]
+        return flatten([function(*arguments), *(arguments[i] for i in written)])
 
     def run(inputs: Sequence[Any]) -> list[np.ndarray]:
         nonlocal first

@@ -106,7 +106,7 @@ def written_inputs(mod: tvm.IRModule, function: str = "main") -> tuple[int, ...]
         return ()
     if len(writing) > 1 or not writing[0].same_as(main) or has_branches(main):
         return tuple(range(len(main.params)))
-    return tuple(sorted(_written(main)))
+    return tuple(sorted(last_writes(main)))
 
 
 def refuse_lost_writes(signature: Signature, writes: Sequence[int], inputs: Sequence[Any]) -> None:
@@ -180,9 +180,12 @@ def _calls(func: relax.Function, operators: Sequence[str]) -> Iterable[relax.Cal
     return [call for call in calls if getattr(call.op, "name", None) in operators]
 
 
-def _written(main: relax.Function) -> set[int]:
+def last_writes(main: relax.Function) -> dict[int, relax.Var]:
+    """The result of the last call that writes into the memory of an input, by number of the input.
+    Writes within branches and other functions are not seen.
+    """
     roots = {param: frozenset([number]) for number, param in enumerate(main.params)}
-    found: set[int] = set()
+    found: dict[int, relax.Var] = {}
 
     def roots_of(value: Any) -> frozenset[int]:
         """The inputs whose memory a value may have."""
@@ -203,7 +206,7 @@ def _written(main: relax.Function) -> set[int]:
         for binding in block.bindings:
             roots[binding.var] = roots_of(binding.value)
             if getattr(getattr(binding.value, "op", None), "name", None) in _WRITING:
-                found |= roots[binding.var]
+                found |= dict.fromkeys(roots[binding.var], binding.var)
     return found
 
 
