@@ -29,6 +29,19 @@ def test_they_are_written_out(case):
             torch.testing.assert_close(compiled(x), x * 2 + 1)
 
 
+def test_marked_buffers_are_written_out():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", Z.conj())
+
+        def forward(self, x):
+            return x * self.scale
+
+    compiled = tvm_fusion.compile(Scaled(), "llvm", example_inputs=(Z,))
+    torch.testing.assert_close(compiled(Z), Z * Z.conj())
+
+
 def test_written_ones_have_the_new_values():
     class Writes(nn.Module):
         def forward(self, x, y):

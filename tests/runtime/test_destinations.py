@@ -1,6 +1,6 @@
 """Functions that write outputs into memory that the caller gives, and calls through them."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ import tvm
 
 import tvm_fusion
 from tvm_fusion.errors import InputError
+from tvm_fusion.runtime.calls.checked_tensors import CheckedTensors
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 from tvm_fusion.runtime.calls.new_tensors import maker
 
@@ -107,19 +108,13 @@ def test_what_is_wrong_is_named_after_many_right_calls_too(wrong):
 def test_threads_have_outputs_of_their_own():
     x = normal(64, 4)
     module = compiled(lambda w, x: (x + 1, torch.softmax(x * w, 1)), x)
-    wrong = []
 
-    def work(scale: float) -> None:
-        for _ in range(200):
-            if not torch.equal(module(x * scale)[0], x * scale + 1):
-                wrong.append(scale)
+    def work(scale: float) -> bool:
+        calls = (torch.equal(module(x * scale)[0], x * scale + 1) for _ in range(200))
+        return all(list(calls))
 
-    threads = [threading.Thread(target=work, args=[float(n)]) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(work, (0.0, 1.0, 2.0)))
 
 
 def test_outputs_that_nobody_reads_are_left_out():
@@ -141,3 +136,10 @@ def test_new_tensors_are_as_torch_makes_them():
             wanted.dtype,
             wanted.stride(),
         )
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (4, 0, 2), (0, 4)])
+def test_empty_tensors_are_known_again(shape):
+    tensors = CheckedTensors([(tvm.cpu(), shape, "float32")])
+    assert tensors.call(torch.empty(shape)) is not None
+    assert tensors.call(torch.empty(4, 4)) is None

@@ -187,7 +187,8 @@ def _special(source: _Source, run: Run, device: str, planned: Planned) -> str | 
     outputs differ though no operator does by itself.
     """
     told = []
-    for name, inputs in special_inputs(source.inputs, pointwise=_is_pointwise(planned)):
+    is_finite = source.factorizes()
+    for name, inputs in special_inputs(source.inputs, _is_pointwise(planned), is_finite):
         try:
             expected = leaves(source.eager(inputs))
         except Exception as error:  # a factorization, say, that there is none of
@@ -204,17 +205,23 @@ def _special(source: _Source, run: Run, device: str, planned: Planned) -> str | 
     return "; ".join(told) or None
 
 
-def special_inputs(inputs: Sequence[Any], pointwise: bool) -> Iterator[tuple[str, Sequence[Any]]]:
+def special_inputs(
+    inputs: Sequence[Any], pointwise: bool, finite: bool = False
+) -> Iterator[tuple[str, Sequence[Any]]]:
     """Inputs of which some elements are special, and what they are. Numbers that overflow in sums
-    are only for models that are pointwise.
+    are only for models that are pointwise; with `finite` all are numbers.
     """
     if not any(x.is_floating_point() and x.numel() for x in inputs):
         return
     kinds: list[tuple[str, Callable[[Any], Sequence[float]]]] = [
-        ("NaN", lambda _: (math.nan,)),
-        ("infinities", lambda _: (math.inf, -math.inf)),
         ("zeros and negative numbers", lambda _: (0.0, -0.0, -1.0, -0.5)),
     ]
+    if not finite:
+        kinds = [
+            ("NaN", lambda _: (math.nan,)),
+            ("infinities", lambda _: (math.inf, -math.inf)),
+            *kinds,
+        ]
     if pointwise:
         kinds.append(("extreme numbers", lambda i: (i.max, i.min, i.tiny, -i.tiny)))
     finfo = sys.modules["torch"].finfo
@@ -342,6 +349,12 @@ class _Source:
         from .source_nodes import NodeByNode
 
         return NodeByNode(self.model, self._given(self.inputs))
+
+    def factorizes(self) -> bool:
+        """As `source_nodes.factorizes`."""
+        from .source_nodes import factorizes
+
+        return factorizes(self.eager)
 
     def differing(self, inputs: Sequence[Any]) -> list[Differs]:
         """The operators that by themselves give something else than PyTorch; none, too, where they

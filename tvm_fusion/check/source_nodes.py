@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..frontends.torch.model import CONVERTERS, decomposed, exported
 from ..frontends.torch.nodes import Nodes, values_of
@@ -165,10 +167,41 @@ def _in_any_order(
     return tuple(values[x].gather(dim, places) for places in (given, expected))
 
 
+def factorizes(run: Callable[[], Any]) -> bool:
+    """Whether PyTorch calls LAPACK for what `run` does: of matrices that are not finite it says
+    nothing, and builds of it end the process.
+    """
+    with _Names() as called:
+        run()
+    return any(map(_is_factorization, called.names))
+
+
+class _Names(TorchDispatchMode):
+    """The names of the operators that PyTorch runs within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_factorization(name: str) -> bool:
+    return _FACTORIZATION.search(name) is not None and "norm" not in name
+
+
+_FACTORIZATION = re.compile("linalg|geqrf|ormqr|cholesky|triangular_solve")
+
+
 def _is_defined(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     """Whether PyTorch says what an operator gives of its operands: not what lies in new memory,
     what integers are made of NaN, how sums of the largest numbers overflow, or whether a filter
-    that is not finite meets a zero beside or between the elements of an image.
+    that is not finite meets a zero beside or between the elements of an image; LAPACK says nothing
+    of such matrices.
     """
     name, tags = getattr(node.target, "__name__", ""), getattr(node.target, "tags", ())
     if "empty" in name or torch.Tag.nondeterministic_seeded in tags:
@@ -178,6 +211,8 @@ def _is_defined(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     result = values[node]
     if "_to_copy" in name and not result.is_floating_point() and result.dtype != torch.bool:
         return all(bool(x.isfinite().all()) for x in floats)
+    if _is_factorization(name):
+        return all(bool(x.isfinite().all()) for x in operands if isinstance(x, torch.Tensor))
     if "convolution" in name:
         return bool(values[node.args[1]].isfinite().all())
     largest = (float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()) for x in floats if x.numel())

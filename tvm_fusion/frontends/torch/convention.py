@@ -48,13 +48,17 @@ MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION)
 @contextlib.contextmanager
 def values_later(model: torch.nn.Module, inputs: Any) -> Iterator[Any]:
     """The inputs, with weights of the model on the meta device as fake ones on the CPU, which are
-    traced beside tensors of the CPU; they are put back afterwards. Tied ones stay tied.
+    traced beside tensors of the CPU, and those whose sign or conjugate is only marked written out
+    (operators on marked ones are others); weights are put back afterwards. Tied ones stay tied.
     """
     mode, fakes, before = FakeTensorMode(allow_non_fake_inputs=True), {}, []
 
     def fake(tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "meta":
+        if not isinstance(tensor, torch.Tensor):
             return tensor
+        if tensor.device.type != "meta":
+            is_marked = tensor.is_conj() or tensor.is_neg()
+            return tensor.resolve_conj().resolve_neg() if is_marked else tensor
         if id(tensor) not in fakes:
             with mode:
                 made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)

@@ -132,7 +132,7 @@ def exported(
         torch.export cannot trace it: the message has the line that stops it.
     """
     where = f"torch module {type(model).__name__}"
-    args, kwargs = torch.utils._pytree.tree_map(_written_out, _split_inputs(where, example_inputs))
+    args, kwargs = _split_inputs(where, example_inputs)
     try:
         with (
             _ONE_AT_A_TIME,
@@ -284,11 +284,6 @@ def _split_inputs(where: str, inputs: Any) -> tuple[tuple, dict[str, Any]]:
         f"not a {type(inputs).__name__}"
         "; give one of the two"
     )
-
-
-def _written_out(x: Any) -> Any:
-    """A tensor whose sign or conjugate is not only marked; operators on marked ones are others."""
-    return x.resolve_conj().resolve_neg() if isinstance(x, torch.Tensor) else x
 
 
 def _on_cpu(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

@@ -165,7 +165,9 @@ compare:
   br i1 %is.extent, label %along, label %refused
 
 along:
-  %step.after = mul i64 %step, %extent
+  %is.empty = icmp eq i64 %extent, 0
+  %factor = select i1 %is.empty, i64 1, i64 %extent
+  %step.after = mul i64 %step, %factor
   %is.one = icmp eq i64 %extent, 1
   %needs.no.stride = or i1 %is.compact, %is.one
   br i1 %needs.no.stride, label %stepped, label %stride

@@ -332,7 +332,7 @@ class CompiledModule:
             arguments = self.arguments(inputs)
             result = from_tvm(self.run(arguments), kind, torch_device, self.own)
             write_back(self.writes, inputs, arguments)
-            if self._graph_mode.options is None:
+            if self._graph_mode.options is None and not are_copied:
                 self._again = self._repeated.call(given, arguments, kind, self.unread)
             return returned(formats, result)
 
