@@ -56,6 +56,11 @@ OPERATORS = {
     "pad": (lambda x, i: F.pad(x, (0, 0, 1, 1))[i], 6),
     "repeat": (lambda x, i: x.repeat(2, 1)[i], 8),
     "gather_of_part": (lambda x, i: (x[:, 1:] * 2).gather(1, columns(i)), 4),
+    "joined": (lambda x, i: torch.cat([x[1:3], x[:2]]).index_select(0, i), 4),
+    "joined_padded": (lambda x, i: torch.cat([F.pad(x, (0, 0, 1, 1)), x[1:3]])[i], 8),
+    "stacked": (lambda x, i: torch.stack([x[:, :4], x[:, 1:]]).index_select(2, i), 4),
+    "expanded": (lambda x, i: x[1:2].expand(4, 5).index_select(0, i) + 1, 4),
+    "outer_sum": (lambda x, i: (x[1:3, None] + x[None, :2])[i - 2] * 2, 4),
     # write
     "scatter": (lambda x, i: x.scatter(1, columns(i), x + 1), 5),
     "scatter_value": (lambda x, i: x.scatter(1, columns(i), 2.5), 5),

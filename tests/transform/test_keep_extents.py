@@ -27,6 +27,15 @@ PARTS = {
     "repetition": (lambda bb, x: bb.emit(op.tile(x, [2, 1])), 8),
     "piece": (lambda bb, x: bb.emit(relax.TupleGetItem(bb.emit(op.split(x, 2, 0)), 1)), 2),
     "computed": (lambda bb, x: bb.emit(op.exp(rows(bb, x, 1, 3))), 2),
+    "joined": (lambda bb, x: bb.emit(op.concat([x, rows(bb, x, 1, 3)], 0)), 6),
+    "joined pieces": (lambda bb, x: bb.emit(op.concat(bb.emit(op.split(x, 2, 0)), 0)), 4),
+    "stacked": (lambda bb, x: bb.emit(op.stack([rows(bb, x, 1, 3), rows(bb, x, 0, 2)], 1)), 2),
+    "broadcast": (lambda bb, x: bb.emit(op.broadcast_to(x, (3, 4, 6))), 3),
+    "added to a row": (lambda bb, x: bb.emit(op.add(rows(bb, x, 1, 3), rows(bb, x, 0, 1))), 2),
+    "outer sum": (
+        lambda bb, x: bb.emit(op.add(bb.emit(op.expand_dims(rows(bb, x, 1, 3), 1)), x)),
+        2,
+    ),
     "turned": (lambda bb, x: bb.emit(op.permute_dims(rows(bb, x, 1, 3))), 6),
 }
 
@@ -46,6 +55,8 @@ def test_the_index_of_a_part_is_looked_up(name):
 UNCHANGED = {
     "an input": lambda bb, x, i: op.take(x, i, axis=0),
     "computed of all": lambda bb, x, i: op.take(bb.emit(op.exp(x)), i, axis=0),
+    "joined of all": lambda bb, x, i: op.take(bb.emit(op.concat([x, x], 0)), i, axis=0),
+    "sums of a part": lambda bb, x, i: op.take(bb.emit(op.sum(rows(bb, x, 1, 3), 1)), i, axis=0),
     "clipped": lambda bb, x, i: op.take(rows(bb, x, 1, 3), i, axis=0, mode="clip"),
     "product of a part": lambda bb, x, i: op.take(
         bb.emit(op.matmul(rows(bb, x, 0, 3), bb.emit(op.permute_dims(x)))), i, axis=0

@@ -5,8 +5,7 @@
 
 Negative indices count from the end, as in PyTorch. Where PyTorch would raise an IndexError, a CPU
 raises `OutOfRange`, and a GPU reads the nearest element: never memory that is not the tensor's.
-What no result depends on is not read, and not checked: `torch.where(i < 0, 0, x[i])`, rows that are
-cut off again, a tensor that is broadcast along the axis.
+What no result depends on is not checked: `torch.where(i < 0, 0, x[i])`, rows that are cut off.
 Does not handle: masks, whose results have as many elements as they have True.
 """
 

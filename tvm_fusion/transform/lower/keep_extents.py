@@ -5,11 +5,11 @@
                                     z = take(y, i, axis=0)
 
 One kernel of both reads x[ids[n] + 1], of which it is checked that it is an element of x
-(`runtime.build.guards`): an index that is beyond y may be. It is none of the constant. Padding and
-repetition make such parts, too, also behind reshapes and what computes element by element.
+(`runtime.build.guards`): an index that is beyond y may be. It is none of the constant. Padding,
+repetition and broadcasting make such parts, too, also behind reshapes, concatenation and what
+computes element by element.
 
-Does not handle: axes of symbolic extent; `gather_nd`; axes along which a tensor was broadcast,
-where no element depends on the index.
+Does not handle: axes of symbolic extent; `gather_nd`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ...ir.weights import numbers
 from ..functions.functions import expressions_of, operator_name
+from ..rewrites.factors import is_one
 
 _PARTS = {
     f"relax.{name}"
     for name in ("strided_slice", "dynamic_strided_slice", "nn.pad", "repeat", "split", "tile")
 }
 _TAKES = ("relax.take", "relax.gather_elements")
-_MOVES = {f"relax.{name}" for name in ("reshape", "permute_dims", "squeeze", "expand_dims", "flip")}
+_MOVES = {
+    f"relax.{name}"
+    for name in ("reshape", "permute_dims", "squeeze", "expand_dims", "flip", "concat", "stack")
+}
 _PRODUCTS = ("relax.matmul", "relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d")
 
 
@@ -86,13 +90,19 @@ class _Rewriter(PyExprMutator):
     def _reads_more(self, x: Expr) -> bool:
         value = self._value(x)
         if isinstance(value, relax.TupleGetItem):
-            return operator_name(self._value(value.tuple_value)) in _PARTS
+            return self._is_part(value.tuple_value)
+        if isinstance(value, relax.Tuple):
+            return any(map(self._is_part, value.fields))
         name = operator_name(value)
         if not name or name in _PARTS or name in _PRODUCTS:
             return name in _PARTS
-        operands = [arg for arg in value.args if isinstance(arg.ty, relax.TensorType)]
+        kinds = (relax.TensorType, relax.TupleType)
+        operands = [arg for arg in value.args if isinstance(arg.ty, kinds)]
+        # A reshape may have merged the axis that was repeated, so that any of them counts.
+        if name == "relax.broadcast_to" and not _same_shape(operands[0], value):
+            return True
         if name not in _TAKES and name not in _MOVES:
-            operands = [arg for arg in operands if _same_shape(arg, value)]
+            operands = [arg for arg in operands if _broadcasts(arg, value)]
         return any(map(self._is_part, operands))
 
     def _value(self, expr: Expr) -> Expr | None:
@@ -106,3 +116,12 @@ def _takes(func: relax.Function) -> bool:
 def _same_shape(a: Expr, b: Expr) -> bool:
     shapes = [getattr(expr.ty, "shape", None) for expr in (a, b)]
     return all(shapes) and tvm_ffi.structural_equal(*map(list, shapes))
+
+
+def _broadcasts(operand: Expr, result: Expr) -> bool:
+    """Whether an operand may be read element by element, with axes of extent 1 repeated."""
+    shapes = [getattr(expr.ty, "shape", None) for expr in (operand, result)]
+    if not all(shapes) or len(shapes[0]) > len(shapes[1]):
+        return False
+    pairs = zip(reversed(list(shapes[0])), reversed(list(shapes[1])), strict=False)
+    return all(is_one(a) or tvm_ffi.structural_equal(a, b) for a, b in pairs)
