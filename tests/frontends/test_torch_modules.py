@@ -60,6 +60,7 @@ def test_masked_transformers_compute_what_they_are_trained_with():
     """In evaluation mode PyTorch packs what the mask leaves, and fills the rest with zeros."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 1).eval()
+    packs = torch.backends.mha.get_fastpath_enabled()
     x, padding = torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False, True, True]])
 
     class Masked(nn.Module):
@@ -73,7 +74,7 @@ def test_masked_transformers_compute_what_they_are_trained_with():
     compiled = tvm_fusion.compile(Masked().eval(), "llvm", example_inputs=(x, padding))
     wanted = model(x, src_key_padding_mask=padding).detach()  # with gradients, so without packing
     torch.testing.assert_close(compiled(x, padding), wanted, atol=1e-5, rtol=1e-4)
-    assert torch.backends.mha.get_fastpath_enabled()
+    assert torch.backends.mha.get_fastpath_enabled() == packs
 
 
 def test_inputs_are_given_as_the_model_takes_them():

@@ -145,7 +145,7 @@ PROGRAMS = {
     "bucketize": (
         lambda limits, x: torch.bucketize(x, limits),
         (torch.arange(9.0), torch.randn(20) * 5),
-        OWN_THREADS,
+        PER_ELEMENT,
     ),
 }
 

@@ -146,8 +146,9 @@ def variables(*exprs: Expr) -> list[Var]:
         if type(expr) is Var:
             found.setdefault(expr)
         elif type(expr) not in _NUMBERS:
-            free = undefined_vars(expr, [])
-            if all(map(_has_numbers, free)):
+            # which TVM takes scalars for alone, and not a pointer that a call gives
+            free = undefined_vars(expr, []) if isinstance(expr.ty, tvm.ir.PrimType) else None
+            if free is not None and all(map(_has_numbers, free)):
                 found.update(dict.fromkeys(free))
             else:
                 tvm_ffi.structural_walk(expr, (Var, found.setdefault))
