@@ -146,8 +146,9 @@ def variables(*exprs: Expr) -> list[Var]:
         if type(expr) is Var:
             found.setdefault(expr)
         elif type(expr) not in _NUMBERS:
-            # which TVM takes scalars for alone, and not a pointer that a call gives
-            free = undefined_vars(expr, []) if isinstance(expr.ty, tvm.ir.PrimType) else None
+            # of scalars alone; `x != y` has no type until it is used
+            is_scalar = isinstance(getattr(expr, "ty", tvm.ir.PrimType("bool")), tvm.ir.PrimType)
+            free = undefined_vars(expr, []) if is_scalar else None
             if free is not None and all(map(_has_numbers, free)):
                 found.update(dict.fromkeys(free))
             else:
