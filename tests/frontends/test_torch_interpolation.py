@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import tvm_fusion
 from tvm_fusion.frontends.torch.images.interpolation import TAPS, Resize
+
+from ..support.frontend_tools import Function
 
 MODES = {
     "linear": ("upsample_linear1d.vec", {"mode": "linear"}),
@@ -39,15 +40,6 @@ def test_taps_are_those_of_pytorch(mode, old, new, align_corners):
         np.testing.assert_allclose(got, wanted, atol=2e-5)
 
 
-class Interpolate(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        self.function = functools.partial(F.interpolate, **options)
-
-    def forward(self, x):
-        return self.function(x)
-
-
 @pytest.mark.parametrize(
     ("shape", "dtype", "options"),
     [
@@ -62,5 +54,6 @@ class Interpolate(nn.Module):
 def test_default_checks_pass(shape, dtype, options):
     """They compare with PyTorch, with NaN and infinities among the inputs, too."""
     x = torch.randn(shape, dtype=getattr(torch, dtype))
-    compiled = tvm_fusion.compile(Interpolate(**options).eval(), "llvm", example_inputs=(x,))
+    model = Function(functools.partial(F.interpolate, **options)).eval()
+    compiled = tvm_fusion.compile(model, "llvm", example_inputs=(x,))
     assert compiled.report.verify.source_note is None

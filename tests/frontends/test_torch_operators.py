@@ -327,12 +327,20 @@ NEAREST = functools.partial(F.interpolate, scale_factor=41.0, mode="nearest")
     [
         (NEAREST, torch.arange(64.0)[None, None]),
         (NEAREST, torch.arange(64.0).reshape(1, 1, 8, 8)),
+        (
+            functools.partial(F.interpolate, scale_factor=3.1, mode="nearest"),
+            torch.arange(16.0).reshape(1, 1, 4, 4),
+        ),
         (lambda x: torch.cov(input=x), torch.arange(24.0).reshape(3, 8) ** 2),
+        (
+            lambda x: (torch.quantile(x, 0.3), torch.searchsorted(x.sort()[0], input=x[:3])),
+            torch.arange(8.0) ** 2,
+        ),
         (lambda x: torch.quantile(x, 0.5, dim=0, keepdim=True), torch.tensor(3.0)),
         (lambda x: torch.histc(x[:0], 4), torch.ones(8)),
         (torch.linalg.pinv, torch.diag(torch.tensor([1.0, 3.5e-7])).to(torch.complex64)),
     ],
-    ids=["line", "image", "by name", "scalar", "nothing", "threshold"],
+    ids=["line", "image", "factor", "by name", "others by name", "scalar", "nothing", "threshold"],
 )
 def test_edges_are_those_of_pytorch(function, x):
     check(function, x)

@@ -21,12 +21,19 @@ def looked_up(bb, extent, index):
     return bb.emit(op.take(relax.const(np.arange(extent), "int64"), index, axis=0))
 
 
+def long_chain(bb, x):
+    for _ in range(700):
+        x = bb.emit(op.exp(x))
+    return x
+
+
 PARTS = {
     "slice": (lambda bb, x: rows(bb, x, 1, 3), 2),
     "padding": (lambda bb, x: bb.emit(op.nn.pad(x, [1, 2, 0, 0])), 7),
     "repetition": (lambda bb, x: bb.emit(op.tile(x, [2, 1])), 8),
     "piece": (lambda bb, x: bb.emit(relax.TupleGetItem(bb.emit(op.split(x, 2, 0)), 1)), 2),
     "computed": (lambda bb, x: bb.emit(op.exp(rows(bb, x, 1, 3))), 2),
+    "computed in many steps": (lambda bb, x: long_chain(bb, rows(bb, x, 1, 3)), 2),
     "joined": (lambda bb, x: bb.emit(op.concat([x, rows(bb, x, 1, 3)], 0)), 6),
     "joined pieces": (lambda bb, x: bb.emit(op.concat(bb.emit(op.split(x, 2, 0)), 0)), 4),
     "stacked": (lambda bb, x: bb.emit(op.stack([rows(bb, x, 1, 3), rows(bb, x, 0, 2)], 1)), 2),
@@ -55,6 +62,7 @@ def test_the_index_of_a_part_is_looked_up(name):
 UNCHANGED = {
     "an input": lambda bb, x, i: op.take(x, i, axis=0),
     "computed of all": lambda bb, x, i: op.take(bb.emit(op.exp(x)), i, axis=0),
+    "computed of all in many steps": lambda bb, x, i: op.take(long_chain(bb, x), i, axis=0),
     "joined of all": lambda bb, x, i: op.take(bb.emit(op.concat([x, x], 0)), i, axis=0),
     "sums of a part": lambda bb, x, i: op.take(bb.emit(op.sum(rows(bb, x, 1, 3), 1)), i, axis=0),
     "clipped": lambda bb, x, i: op.take(rows(bb, x, 1, 3), i, axis=0, mode="clip"),

@@ -213,15 +213,11 @@ def special_inputs(
     """
     if not any(x.is_floating_point() and x.numel() for x in inputs):
         return
-    kinds: list[tuple[str, Callable[[Any], Sequence[float]]]] = [
-        ("zeros and negative numbers", lambda _: (0.0, -0.0, -1.0, -0.5)),
-    ]
+    kinds: list[tuple[str, Callable[[Any], Sequence[float]]]] = []
     if not finite:
-        kinds = [
-            ("NaN", lambda _: (math.nan,)),
-            ("infinities", lambda _: (math.inf, -math.inf)),
-            *kinds,
-        ]
+        kinds.append(("NaN", lambda _: (math.nan,)))
+        kinds.append(("infinities", lambda _: (math.inf, -math.inf)))
+    kinds.append(("zeros and negative numbers", lambda _: (0.0, -0.0, -1.0, -0.5)))
     if pointwise:
         kinds.append(("extreme numbers", lambda i: (i.max, i.min, i.tiny, -i.tiny)))
     finfo = sys.modules["torch"].finfo
@@ -329,19 +325,16 @@ class _Source:
 
     def eager(self, inputs: Sequence[Any] | None = None) -> Any:
         """What PyTorch computes; the model, its buffers and the inputs stay as they were."""
-        from ..frontends.torch.model import evaluation_mode  # torch is there
-
         torch = sys.modules["torch"]
         buffers = {name: x.clone() for name, x in self.model.named_buffers()}
         inputs = tuple(x.clone() for x in (self.inputs if inputs is None else inputs))
-        with evaluation_mode(self.model):
+        with _evaluation_mode(self.model):
             return torch.func.functional_call(self.model, buffers, self._given(inputs))
 
     def eager_in_float64(self) -> Any:
         """The same in float64, of a copy of the model."""
-        torch = sys.modules["torch"]
-        model = copy.deepcopy(self.model).eval().double()
-        with torch.no_grad():
+        model = copy.deepcopy(self.model).double()
+        with _evaluation_mode(model):
             return model(*self._given(list(map(_wide, self.inputs))))
 
     @cached_property
@@ -377,6 +370,12 @@ class _Source:
 
 FIXED = (int, float, str, type(None))  # what is part of a program among example inputs
 MOST_OPERATIONS = 4_000_000_000  # of a model that is run as TVM's loops on the CPU
+
+
+def _evaluation_mode(model: Any) -> AbstractContextManager[None]:
+    from ..frontends.torch.model import evaluation_mode  # torch is there
+
+    return evaluation_mode(model)
 
 
 def _wide(x: Any) -> Any:

@@ -45,12 +45,14 @@ class no_values_read(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """A call of any function of PyTorch."""
-        other = FUNCTIONS.get(func)
-        kwargs = dict(kwargs or {})
-        if "input" in kwargs:
-            args = (kwargs.pop("input"), *args)
-        result = NotImplemented if other is None else other(*args, **kwargs)
-        return func(*args, **kwargs) if result is NotImplemented else result
+        other, kwargs = FUNCTIONS.get(func), kwargs or {}
+        if other is not None:
+            named = dict(kwargs)  # what has an `input` among these functions takes it first
+            given = (named.pop("input"), *args) if "input" in named else args
+            result = other(*given, **named)
+            if result is not NotImplemented:
+                return result
+        return func(*args, **kwargs)
 
 
 def _cov(

@@ -14,6 +14,8 @@ Does not handle: axes of symbolic extent; `gather_nd`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import tvm
 import tvm_ffi
@@ -22,7 +24,12 @@ from tvm.ir import Call, Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ...ir.weights import numbers
-from ..functions.functions import expressions_of, operator_name
+from ..functions.functions import (
+    expressions_of,
+    operator_name,
+    rewrite_functions,
+    where_changed,
+)
 from ..rewrites.factors import is_one
 
 _PARTS = {
@@ -43,18 +50,20 @@ class KeepExtents:
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         rewriter = _Rewriter(mod)
-        for gvar, func in mod.functions_items():
-            if isinstance(func, relax.Function) and _takes(func):
-                rewriter.builder_.update_func(gvar, rewriter.visit_expr(func))
-        return rewriter.builder_.finalize() if rewriter.changes else mod
+        keep = where_changed(rewriter)
+
+        def rewrite(func: relax.Function) -> relax.Function | None:
+            return keep(func) if _takes(func) else None
+
+        return rewrite_functions(mod, rewriter.builder_, rewrite, opaque=True)
 
 
 @mutator
 class _Rewriter(PyExprMutator):
     def __init__(self, mod: tvm.IRModule) -> None:
         super().__init__(mod)
-        self.changes = False
-        self._known: dict[Expr, bool] = {}
+        self.changed = False
+        self._whole: set[Expr] = set()  # which no part is among the origins of
 
     def visit_call_(self, call: Call) -> Expr:
         call = super().visit_call_(call)
@@ -68,7 +77,7 @@ class _Rewriter(PyExprMutator):
         clips = operator_name(call) == "relax.take" and str(call.attrs.mode) != "fast"
         if clips or not isinstance(extent, tirx.IntImm) or not self._is_part(x):
             return call
-        self.changes = True
+        self.changed = True
         places = relax.const(np.arange(int(extent)), "int64")
         found = self.builder_.emit(relax.op.take(places, index, axis=0))
         return Call(call.op, [x, found], call.attrs, call.ty_args)
@@ -83,27 +92,39 @@ class _Rewriter(PyExprMutator):
 
     def _is_part(self, x: Expr) -> bool:
         """Whether a kernel may read elements beyond this tensor in its place."""
-        if x not in self._known:
-            self._known[x] = self._reads_more(x)
-        return self._known[x]
+        waiting, seen = [x], set()
+        while waiting:
+            tensor = waiting.pop()
+            if tensor in seen or tensor in self._whole:
+                continue
+            seen.add(tensor)
+            origins = self._origins(tensor)
+            if origins is None:
+                return True
+            waiting.extend(origins)
+        self._whole |= seen
+        return False
 
-    def _reads_more(self, x: Expr) -> bool:
+    def _origins(self, x: Expr) -> Sequence[Expr] | None:
+        """The tensors whose elements a kernel may read in place of one; None where it is a part."""
         value = self._value(x)
         if isinstance(value, relax.TupleGetItem):
-            return self._is_part(value.tuple_value)
+            return [value.tuple_value]
         if isinstance(value, relax.Tuple):
-            return any(map(self._is_part, value.fields))
+            return value.fields
         name = operator_name(value)
-        if not name or name in _PARTS or name in _PRODUCTS:
-            return name in _PARTS
+        if name in _PARTS:
+            return None
+        if not name or name in _PRODUCTS:
+            return ()
         kinds = (relax.TensorType, relax.TupleType)
         operands = [arg for arg in value.args if isinstance(arg.ty, kinds)]
         # A reshape may have merged the axis that was repeated, so that any of them counts.
         if name == "relax.broadcast_to" and not _same_shape(operands[0], value):
-            return True
+            return None
         if name not in _TAKES and name not in _MOVES:
             operands = [arg for arg in operands if _broadcasts(arg, value)]
-        return any(map(self._is_part, operands))
+        return operands
 
     def _value(self, expr: Expr) -> Expr | None:
         return self.lookup_binding(expr) if isinstance(expr, relax.Var) else expr

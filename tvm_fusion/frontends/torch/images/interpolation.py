@@ -22,6 +22,7 @@ import torch
 from torch import fx
 from tvm import relax
 
+from ....errors import FrontendError
 from ..importer import Importer, bound_arguments
 from ..indexing import taken
 from ..operators import HALVES, Converter
@@ -149,6 +150,8 @@ def _resized(taps_of: Callable[[Resize], Taps]) -> Converter:
         args, dtype = bound_arguments(node), importer.dtype_of(node)
         source = node.all_input_nodes[0]
         old, new = source.meta["val"].shape[2:], node.meta["val"].shape[2:]
+        if not all(isinstance(size, int) for size in (*old, *new)):
+            raise FrontendError("an image of symbolic size: give its sizes as numbers")
         wide = "float32" if dtype in HALVES else dtype
         factors = _factors(args, len(new))
         axes = [

@@ -18,6 +18,15 @@ from ..operators import Converter
 
 _aten = torch.ops.aten
 
+REPEATED = (
+    _aten.upsample_nearest1d.vec,
+    _aten.upsample_nearest3d.vec,
+    _aten._upsample_nearest_exact1d.vec,
+    _aten._upsample_nearest_exact2d.vec,
+    _aten._upsample_nearest_exact3d.vec,
+)
+"""Of whole multiples they repeat elements, for which PyTorch's decompositions have tables."""
+
 
 def _enlarged(importer: Importer, node: fx.Node) -> relax.Expr:
     """Whole times the size by the nearest element: `_repeated` lets no other sizes stay."""
@@ -30,36 +39,23 @@ def _enlarged(importer: Importer, node: fx.Node) -> relax.Expr:
     return x
 
 
-CONVERTERS: dict[str, Converter] = {
-    "upsample_nearest1d.vec": _enlarged,
-    "upsample_nearest3d.vec": _enlarged,
-    "_upsample_nearest_exact1d.vec": _enlarged,
-    "_upsample_nearest_exact2d.vec": _enlarged,
-    "_upsample_nearest_exact3d.vec": _enlarged,
-}
+CONVERTERS: dict[str, Converter] = {operator.__name__: _enlarged for operator in REPEATED}
 
 
 # ---- Decompositions of PyTorch's, where TVM's operators compute something else.
 
-REPEATED = (
-    _aten.upsample_nearest1d.vec,
-    _aten.upsample_nearest3d.vec,
-    _aten._upsample_nearest_exact1d.vec,
-    _aten._upsample_nearest_exact2d.vec,
-    _aten._upsample_nearest_exact3d.vec,
-)
-"""Of whole multiples they repeat elements, for which PyTorch's decompositions have tables."""
 
-
-def _repeats(old: int, new: int, is_exact: bool = False) -> bool:
+def _repeats(old: int, new: int, is_exact: bool = False, factor: float | None = None) -> bool:
     """Whether the nearest elements are repeated ones: PyTorch multiplies with the inverse of the
-    factor in float32, which gives another element of 41 times the size.
+    factor in float32, which gives another element of 41 times the size, and of 3.1 times a size of
+    4. Once and twice the size it knows without.
     """
     if old < 1 or new % old:
         return False
-    if is_exact or new == old:
+    if is_exact or new in (old, 2 * old):
         return True
-    places = np.arange(new, dtype=np.float32) * (np.float32(old) / np.float32(new))
+    step = np.float32(1 / factor) if factor else np.float32(old) / np.float32(new)
+    places = np.arange(new, dtype=np.float32) * step
     return bool((np.floor(places) == np.arange(new) // (new // old)).all())
 
 
@@ -70,7 +66,9 @@ def _nearest(original: Any) -> Callable[..., Any]:
         rank = x.ndim - 2
         old = x.shape[-rank:]
         new = output_size or [int(s * f) for s, f in zip(old, scale_factors, strict=True)]
-        if all(_repeats(a, b) for a, b in zip(old, new, strict=True)):
+        factors = [None] * rank if output_size else scale_factors
+        sizes = zip(old, new, factors, strict=True)
+        if all(_repeats(a, b, factor=factor) for a, b, factor in sizes):
             return NotImplemented
         return torch._decomp.decomposition_table[original](x, output_size, scale_factors)
 
