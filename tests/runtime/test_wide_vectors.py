@@ -9,6 +9,7 @@ from tvm import s_tir, te
 from tvm_fusion.runtime.build.cuda_compiler import find_compiler, with_wide_vectors
 
 from ..support.cuda_on_cpu import cuda_source
+from ..support.tools import require
 
 
 def gather(dtype):
@@ -53,7 +54,7 @@ def test_elements_lie_in_their_order(tmp_path, vector, element, lanes):
     constructor, struct, run = source.splitlines()  # CUDA knows the struct before the first line
     code, library = tmp_path / "made.cpp", tmp_path / "made.so"
     code.write_text("\n".join(["#define __device__", struct, constructor, run]))
-    subprocess.run(["g++", "-shared", "-fPIC", "-o", library, code], check=True)
+    subprocess.run([require("g++"), "-shared", "-fPIC", "-o", library, code], check=True)
     out = (ctype * lanes)()
     ctypes.CDLL(str(library)).run(out)
     assert list(out) == [10 * i - 25 for i in range(lanes)]

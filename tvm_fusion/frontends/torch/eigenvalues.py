@@ -22,7 +22,7 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from .linalg import WIDE, Matrix, constant, copied, factorization, identity
+from .linalg import WIDE, Matrix, constant, copied, factorization, identity, rotate
 from .loops import variable
 from .operators import Converter
 
@@ -164,25 +164,17 @@ def _two(
             rest = tirx.Select(z[0] == constant(0), constant(1), z[0])
             real[0, n] = tirx.Select(z[0] == constant(0), x[0] + z[0], x[0] - product[0] / rest)
             size_of = variable(WIDE, tirx.sqrt(h[n, n - 1] * h[n, n - 1] + z[0] * z[0]))
-            s, c = variable(WIDE, h[n, n - 1] / size_of[0]), variable(WIDE, z[0] / size_of[0])
-            with T.serial(n - 1, size) as j:
-                _turn(h, (n - 1, j), (n, j), c[0], s[0])
-            with T.serial(0, n + 1) as i:
-                _turn(h, (i, n - 1), (i, n), c[0], s[0])
-            with T.serial(0, size) as i:
-                _turn(q, (i, n - 1), (i, n), c[0], s[0])
+            s, c = variable(WIDE, -h[n, n - 1] / size_of[0]), variable(WIDE, z[0] / size_of[0])
+            rest = size - n + 1  # the columns from n - 1 on
+            rotate(h, lambda j: (n - 1, n - 1 + j), lambda j: (n, n - 1 + j), rest, c[0], s[0])
+            rotate(h, lambda i: (i, n - 1), lambda i: (i, n), n + 1, c[0], s[0])
+            rotate(q, lambda i: (i, n - 1), lambda i: (i, n), size, c[0], s[0])
             h[n, n - 1] = 0.0
         with T.Else():
             for i, sign in ((n - 1, 1.0), (n, -1.0)):
                 imag[0, i] = sign * root[0]
             real[0, n - 1] = h[n, n] + half[0]
             real[0, n] = h[n, n] + half[0]
-
-
-def _turn(m: Matrix, first: tuple, second: tuple, c: Expr, s: Expr) -> None:
-    kept = variable(WIDE, m[first])
-    m[first] = c * kept[0] + s * m[second]
-    m[second] = c * m[second] - s * kept[0]
 
 
 def _step(h: Matrix, q: Matrix, size: int, first: Expr, n: Expr, steps: Expr, shifted: Any) -> None:

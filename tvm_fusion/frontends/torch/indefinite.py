@@ -17,7 +17,7 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from .linalg import WIDE, Matrix, constant, copied, factorization, swap
+from .linalg import WIDE, Matrix, constant, copied, factorization, swap, swap_rows
 from .loops import variable
 from .operators import Converter
 
@@ -136,14 +136,14 @@ def _solve(args: dict, extents: list, taken: list[Matrix], made: list[Matrix]) -
         at, other = k[0], _swapped(pivots, k[0])
         with T.If(pivots[0, at] > constant(0)):
             with T.Then():
-                _swap_columns(x, at, other[0], columns)
+                swap_rows(x, at, other[0], columns)
                 with T.serial(0, columns) as j:
                     with T.serial(at + 1, size) as i:
                         x[i, j] = x[i, j] - a[i, at] * x[at, j]
                     x[at, j] = x[at, j] / a[at, at]
                 k[0] = k[0] + 1
             with T.Else():
-                _swap_columns(x, at + 1, other[0], columns)
+                swap_rows(x, at + 1, other[0], columns)
                 with T.serial(0, columns) as j:
                     with T.serial(at + 2, size) as i:
                         x[i, j] = x[i, j] - a[i, at] * x[at, j] - a[i, at + 1] * x[at + 1, j]
@@ -155,18 +155,13 @@ def _solve(args: dict, extents: list, taken: list[Matrix], made: list[Matrix]) -
         rows = variable("int32", tirx.Select(pivots[0, at] > constant(0), _integer(1), _integer(2)))
         with T.serial(0, columns) as j, T.serial(0, rows[0]) as row, T.serial(at + 1, size) as i:
             x[at - row, j] = x[at - row, j] - a[i, at - row] * x[i, j]
-        _swap_columns(x, at, other[0], columns)
+        swap_rows(x, at, other[0], columns)
         k[0] = k[0] - rows[0]
 
 
 def _swapped(pivots: Matrix, k: Expr) -> Any:
     """The row that a pivot names."""
     return variable("int32", tirx.Cast("int32", tirx.abs(pivots[0, k])) - 1)
-
-
-def _swap_columns(x: Matrix, row: Expr, other: Expr, columns: int) -> None:
-    with T.If(row != other), T.Then(), T.serial(0, columns) as j:
-        swap(x, (row, j), (other, j))
 
 
 def _solve_block(a: Matrix, x: Matrix, k: Expr, j: Expr) -> None:

@@ -71,6 +71,12 @@ def swap(m: Matrix, first: tuple, second: tuple) -> None:
     m[second] = kept[0]
 
 
+def swap_rows(m: Matrix, row: Expr, other: Expr, columns: int) -> None:
+    """Two rows exchanged, if they are two."""
+    with T.If(row != other), T.Then(), T.serial(0, columns) as j:
+        swap(m, (row, j), (other, j))
+
+
 Body = Callable[[dict, list, list, list], None]
 Shapes = Callable[..., list[tuple[list[int], str]]]
 VECTORS = ("tau", "LU_pivots", "pivots")  # arguments that are rows; the others are matrices
@@ -152,8 +158,7 @@ def _lu(args: dict, extents: list, taken: list[Matrix], made: list[Matrix]) -> N
                 best[0] = tirx.abs(a[i, k])
                 place[0] = tirx.Cast("int32", i)
         pivots[0, k] = place[0] + 1
-        with T.If(place[0] != k), T.Then(), T.serial(0, columns) as j:
-            swap(a, (k, j), (place[0], j))
+        swap_rows(a, k, place[0], columns)
         with T.If(a[k, k] == constant(0)):
             with T.Then(), T.If(info[0, 0] == 0), T.Then():
                 info[0, 0] = tirx.Cast("int32", k) + 1
@@ -236,8 +241,7 @@ def _permutation(args: dict, extents: list, taken: list[Matrix], made: list[Matr
     with T.serial(0, count) as step:
         k = count - 1 - step
         other = variable("int32", tirx.Cast("int32", pivots[0, k]) - 1)
-        with T.If(other[0] != k), T.Then(), T.serial(0, size) as j:
-            swap(p, (k, j), (other[0], j))
+        swap_rows(p, k, other[0], size)
 
 
 # ---- Householder reflections.
@@ -298,7 +302,9 @@ def _householder(args: dict, extents: list, taken: list[Matrix], made: list[Matr
 # ---- Eigenvalues and singular values, by Jacobi's rotations.
 
 
-def _rotate(m: Matrix, first: Callable, second: Callable, size: int, c: Expr, s: Expr) -> None:
+def rotate(
+    m: Matrix, first: Callable, second: Callable, size: Expr | int, c: Expr, s: Expr
+) -> None:
     """Two rows or columns of a matrix turned by an angle."""
     with T.serial(0, size) as i:
         x, y = variable(WIDE, m[first(i)]), variable(WIDE, m[second(i)])
@@ -345,9 +351,9 @@ def _eigh(args: dict, extents: list, taken: list[Matrix], made: list[Matrix]) ->
         is_left = tirx.abs(a[p, q]) > constant(1e-300)
         with T.If(is_left), T.Then():
             c, s = _angle((a[q, q] - a[p, p]) / 2.0, a[p, q])
-            _rotate(a, lambda i: (i, p), lambda i: (i, q), size, c[0], s[0])
-            _rotate(a, lambda i: (p, i), lambda i: (q, i), size, c[0], s[0])
-            _rotate(v, lambda i: (i, p), lambda i: (i, q), size, c[0], s[0])
+            rotate(a, lambda i: (i, p), lambda i: (i, q), size, c[0], s[0])
+            rotate(a, lambda i: (p, i), lambda i: (q, i), size, c[0], s[0])
+            rotate(v, lambda i: (i, p), lambda i: (i, q), size, c[0], s[0])
     with T.serial(0, size) as i:
         values[0, i] = a[i, i]
     _sorted(values, [v], size, [size], down=False)
@@ -374,8 +380,8 @@ def _svd(args: dict, extents: list, taken: list[Matrix], made: list[Matrix]) -> 
             off[0] = off[0] + u[i, p] * u[i, q]
         with T.If(tirx.abs(off[0]) > 1e-17 * tirx.sqrt(first[0] * second[0])), T.Then():
             c, s = _angle((second[0] - first[0]) / 2.0, off[0])
-            _rotate(u, lambda i: (i, p), lambda i: (i, q), most, c[0], s[0])
-            _rotate(v, lambda i: (i, p), lambda i: (i, q), least, c[0], s[0])
+            rotate(u, lambda i: (i, p), lambda i: (i, q), most, c[0], s[0])
+            rotate(v, lambda i: (i, p), lambda i: (i, q), least, c[0], s[0])
     with T.serial(0, least) as j:
         square = variable(WIDE, 0)
         with T.serial(0, most) as i:

@@ -29,25 +29,29 @@ _KEYS = {  # the type of a key, what infinity is there, and NaN
 _COMPARED = {"bool": "int8", "bfloat16": "float32"}  # TVM has no argmax of these
 
 
-def _place_of_nan(
-    importer: Importer, x: relax.Expr, axis: int, keepdims: bool, last: bool
+def _or_nan(
+    importer: Importer,
+    place: relax.Expr,
+    x: relax.Expr,
+    axis: int,
+    keepdims: bool,
+    last: bool = False,
 ) -> relax.Expr:
-    """The place of the first NaN along an axis, or of the last one; where there is none the extent
-    of the axis, or -1.
-    """
+    """A place along an axis, or that of the first NaN there, or of the last one."""
+    nowhere = -1 if last else int(x.ty.shape[axis])
 
     def places(x: te.Tensor) -> te.Tensor:
         def at(*index: Expr) -> Expr:
             value = tirx.Cast("float32", x(*index)) if str(x.dtype) in HALVES else x(*index)
-            none = tirx.IntImm("int32", -1) if last else x.shape[axis]
-            place, none = (tirx.Cast("int64", i) for i in (index[axis], none))
-            return tirx.Select(tirx.isnan(value), place, none)
+            own = tirx.Cast("int64", index[axis])
+            return tirx.Select(tirx.isnan(value), own, tirx.const(nowhere, "int64"))
 
         return te.compute(x.shape, at, name="nan_places", tag=topi.tag.ELEMWISE)
 
     found = importer.block_builder.emit_te(places, x, primfunc_name_hint="nan_places")
-    extremum = relax.op.max if last else relax.op.min
-    return importer.emit(extremum(found, axis, keepdims=keepdims))
+    found = importer.emit((relax.op.max if last else relax.op.min)(found, axis, keepdims=keepdims))
+    is_none = importer.emit(relax.op.equal(found, relax.const(nowhere, "int64")))
+    return importer.emit(relax.op.where(is_none, place, found))
 
 
 def place_of_extremum(
@@ -71,11 +75,7 @@ def place_of_extremum(
     found = importer.emit(index(x, axis, keepdims))
     if "float" not in str(x.ty.dtype):
         return found
-    place = _place_of_nan(importer, x, axis % rank, keepdims, last_nan)
-    nowhere = relax.const(-1 if last_nan else int(x.ty.shape[axis % rank]), "int64")
-    return importer.emit(
-        relax.op.where(importer.emit(relax.op.equal(place, nowhere)), found, place)
-    )
+    return _or_nan(importer, found, x, axis % rank, keepdims, last_nan)
 
 
 def _extremum(index: Callable) -> Converter:
@@ -169,9 +169,7 @@ def _median(importer: Importer, node: fx.Node) -> relax.Expr:
     extent = int(x.ty.shape[axis])
     middle = span(importer, order, axis % x.ty.ndim, (extent - 1) // 2, 1)
     if "float" in str(x.ty.dtype):
-        first = _place_of_nan(importer, x, axis % x.ty.ndim, True, last=False)
-        none = importer.emit(relax.op.equal(first, relax.const(extent, "int64")))
-        middle = importer.emit(relax.op.where(none, middle, first))
+        middle = _or_nan(importer, middle, x, axis % x.ty.ndim, True)
     results = [_at(importer, x, middle, axis), middle]
     if whole:
         return importer.emit(relax.op.reshape(results[0], []))

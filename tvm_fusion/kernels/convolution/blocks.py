@@ -42,11 +42,10 @@ MOST_PARTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor that holds some of the channels of a convolution's data; `repeats` elements of the
-    data, side by side, are one of its own.
+    """Some of the channels of a convolution's data, in a tensor of their own; `repeats` elements of
+    the data, side by side, are one of that.
     """
 
-    tensor: int
     channels: int
     repeats: int
 
@@ -99,8 +98,7 @@ def parts_of(group: GroupView, block: Block) -> tuple[Part, ...]:
     tensor, repeats = source_of(group, data.tensor)
     joined = group.writer_of.get(tensor)
     parts = () if joined is None else _parts(group, joined, _channel_dim(block, data, weights))
-    sources = [(size, *source_of(group, part)) for part, size in parts]
-    return tuple(Part(source, size, repeats * times) for size, source, times in sources)
+    return tuple(Part(size, repeats * source_of(group, part)[1]) for part, size in parts)
 
 
 def source_of(group: GroupView, tensor: int) -> tuple[int, int]:

@@ -37,7 +37,8 @@ from ..contraction.model import (
     fresh_var,
 )
 from ..contraction.reader import analyze_contraction
-from ..contraction.windows import Window
+from ..contraction.row_runs import loads_of
+from ..contraction.windows import Window, Windows
 from ..program.expr import (
     conjuncts,
     constant,
@@ -52,7 +53,7 @@ from ..program.expr import (
     variables,
 )
 from .ranges import Linear, Ranges, floored, linear_of
-from .sources import Geometry, Source, cuts_of, decided, put_together
+from .sources import Source, cuts_of, decided, is_zero, put_together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -269,9 +270,7 @@ def _split_groups(contraction: Contraction) -> Contraction:
             parts.setdefault(expr.a, int(size))
 
     for operand in operands:
-        found: list[TensorLoad] = []
-        tvm_ffi.structural_walk(operand.value, [(TensorLoad, found.append)])
-        for index in (i for load in found for i in load.indices):
+        for index in (i for load in loads_of(operand.value) for i in load.indices):
             tvm_ffi.structural_walk(index, [(tirx.FloorDiv, look), (tirx.FloorMod, look)])
     split = [a for a in segment.batch if a.var in parts and a.extent % parts[a.var] == 0]
     if len(split) != 1 or parts[split[0].var] in (1, split[0].extent):
@@ -300,7 +299,7 @@ class Put:
     def __call__(self, expr: Expr) -> Expr:
         if isinstance(expr, TensorLoad):
             return tirx.BufferLoad(expr.source, [self(i) for i in expr.indices])
-        is_index = dtype_of(expr) in (INDEX, "bool") and not _loads(expr)
+        is_index = dtype_of(expr) in (INDEX, "bool") and not loads_of(expr)
         if is_index and set(variables(expr)) & set(self.env):
             return self.simplify(substitute(expr, self.env))
         if isinstance(expr, Var):
@@ -320,18 +319,6 @@ class Put:
 
     def _bindings(self, bindings: Sequence[Binding]) -> tuple[Binding, ...]:
         return tuple(Binding(b.var, self(b.value)) for b in bindings)
-
-
-def _without_casts(expr: Expr) -> Expr:
-    while isinstance(expr, tirx.Cast):
-        expr = expr.value
-    return expr
-
-
-def _loads(expr: Expr) -> list[TensorLoad]:
-    found: list[TensorLoad] = []
-    tvm_ffi.structural_walk(expr, [(TensorLoad, found.append)])
-    return found
 
 
 class _Reader:
@@ -362,13 +349,13 @@ class _Reader:
             parts = [self._part(channels, *span, in_weights) for span in spans]
             found, sources = put_together(channels, parts)
         filters = [a for a in self.segment.space if a.var in in_weights and a is not found.group]
-        self._check_roles(found.windows, found.group, filters, found.channels)
+        self._check_roles(found.dims, found.group, filters, found.channels)
         contraction = replace(
             self.contraction, segments=(replace(self.segment, products=(self.product,)),)
         )
         return Convolution(
             contraction,
-            found.windows,
+            found.dims,
             found.group,
             filters[0] if filters else None,
             found.channels,
@@ -380,7 +367,7 @@ class _Reader:
             sources,
         )
 
-    def _part(self, channels: Axis, first: int, end: int, in_weights: set[Var]) -> Geometry:
+    def _part(self, channels: Axis, first: int, end: int, in_weights: set[Var]) -> Windows:
         """How the data is read at some of its channels."""
         own = Axis(fresh_var("channel", INDEX), end - first)
         others = [a for a in self.axes.values() if a is not channels]
@@ -391,7 +378,7 @@ class _Reader:
         value = decided(put(self.data.value))
         return reader._geometry(value, (in_weights - {channels.var}) | {own.var})
 
-    def _geometry(self, value: Expr, in_weights: set[Var]) -> Geometry:
+    def _geometry(self, value: Expr, in_weights: set[Var]) -> Windows:
         """How data is read that is `value` at all axes."""
         conditions, value = self._without_conditions(value)
         ranges = Ranges(conditions, self._linear)
@@ -424,7 +411,7 @@ class _Reader:
             for at, (_, _, repeats) in zip(coordinates, forms, strict=True)
         ]
         source = self._over(value, load.indices, places)
-        return Geometry(tuple(windows), group, channels, channel_dim, source, coordinates)
+        return Windows(tuple(windows), channel_dim, group, channels, source, coordinates)
 
     # ---- weights
 
@@ -476,7 +463,7 @@ class _Reader:
                 inner = inner.value
             elif is_if_then_else(inner):
                 test, inner, other = inner.args
-                if number(_without_casts(other)) != 0:
+                if not is_zero(other):
                     raise Unsupported("data with other padding than zeros")
                 conditions += conjuncts(test)
             else:
@@ -491,7 +478,7 @@ class _Reader:
 
     def _primary(self, value: Expr) -> TensorLoad:
         """The load that tells the geometry: the one that depends on the most axes."""
-        loads = _loads(value)
+        loads = loads_of(value)
         if not loads:
             raise Unsupported("data that is no tensor")
         return max(loads, key=lambda load: len(set(variables(*load.indices)) & set(self.axes)))

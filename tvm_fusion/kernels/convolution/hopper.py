@@ -164,7 +164,7 @@ def read_windows(convolution: Convolution, rims: bool = False) -> HopperProblem:
         parts = list(map(without_residual, parts))
     first = parts[0]
     phases = math.prod(apart) > 1
-    if first.prologue is not None and (rims or phases or len(parts) > 1 or first.batch):
+    if first.prologue is not None and (rims or phases or first.batch):
         raise Unsupported("data that is computed, for groups, phases or all taps of a step")
     return HopperProblem(
         convolution.contraction,

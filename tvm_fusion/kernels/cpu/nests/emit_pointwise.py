@@ -199,10 +199,11 @@ class PointwiseEmitter(NestEmitter):
     def _pays(self, extent: Expr, count: int) -> bool:
         """Whether blocks of `count` lanes are faster than what LLVM makes of the loop."""
         size = number(extent)
-        if size == count or (self._is_heavy() and count >= self._vector_lanes()):
+        if size == count:
             return True
-        is_short = size is not None and LEAST_ROW <= size <= SHORT_ROW
-        return is_short and not self._is_heavy()
+        if self._is_heavy():
+            return count >= self._vector_lanes()
+        return size is not None and LEAST_ROW <= size <= SHORT_ROW
 
     def _is_even(self, lane: Slot) -> bool:
         """Whether every load is contiguous along the lanes, or the same for all of them."""
