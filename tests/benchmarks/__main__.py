@@ -13,7 +13,7 @@ from tvm_fusion.cli import Parser, exit_status, only_results_on_stdout
 from tvm_fusion.errors import CHECK_FAILED, InputError
 from tvm_fusion.host.cores import available_physical_cores
 
-from . import table, workloads
+from . import predicted, table, workloads
 from .compile_time import suite as compile_time
 from .peers import names
 from .real_models import suite as real_models
@@ -38,6 +38,8 @@ def _main(args: argparse.Namespace) -> int:
     if args.list:
         print(table.listing(), real_models.listing(), sep="\n")
         return 0
+    if args.predict:
+        return _predict(args)
     if args.suite in compile_time.SUITES:
         return _compile_time(args)
     if args.suite == real_models.NAME:
@@ -51,6 +53,28 @@ def _main(args: argparse.Namespace) -> int:
     sys.stdout.flush()
     failed = any({OURS, "workload"} & row["failures"].keys() for row in result["rows"])
     return CHECK_FAILED if failed else 0
+
+
+def _predict(args: argparse.Namespace) -> int:
+    """Plan without a device; see `predicted`."""
+    _check(args)
+    if args.suite is None or args.suite == real_models.NAME:
+        raise InputError("--predict: give a suite of workloads by --suite")
+    names = workloads.names_of(args.suite, args.only, args.seed)
+    _log()
+    with only_results_on_stdout():
+        rows = predicted.predict(
+            names,
+            args.target,
+            args.dtype,
+            args.scale,
+            lambda row: log.info("%s: %s", row.name, row.failure or f"{row.over_limit:.2f}"),
+        )
+    result = predicted.result(rows, args.target, args.scale)
+    if args.out is not None:
+        write(result, Path(args.out))
+    print(json.dumps(result, allow_nan=False) if args.json else predicted.text(rows))
+    return CHECK_FAILED if any(row.failure for row in rows) else 0
 
 
 def _compile_time(args: argparse.Namespace) -> int:
@@ -104,6 +128,8 @@ def _check(args: argparse.Namespace) -> None:
     """Raises InputError for numbers out of range."""
     if not 0 < args.scale <= 1:
         raise InputError(f"--scale: expected a number above 0, at most 1, got {args.scale:g}")
+    if args.seed is not None and args.seed < 0:
+        raise InputError(f"--seed: expected 0 or more, got {args.seed}")
     if args.repeats < 1:
         raise InputError(f"--repeats: expected 1 or more, got {args.repeats}")
     if args.workers < 0:
@@ -115,7 +141,7 @@ def _check(args: argparse.Namespace) -> None:
 def _run(args: argparse.Namespace) -> dict[str, Any]:
     """Run what the arguments say; raises InputError for unknown names and numbers out of range."""
     _check(args)
-    chosen = workloads.names_of(args.suite, args.only)
+    chosen = workloads.names_of(args.suite, args.only, args.seed)
     peers = names.peers_of(args.peers or names.CPU_PEERS.get(args.suite))
     threads = args.threads
     if threads is None and args.suite in names.CPU_PEERS:
@@ -154,6 +180,17 @@ def _parser() -> argparse.ArgumentParser:
         "--merge", nargs="+", metavar="FILE", help="join results of a machine and day"
     )
     parser.add_argument("--only", metavar="NAME,...", help="these workloads of the suite")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        help=f"for {workloads.HELD_CLASSES}: the programs of this seed; default: those of seeds "
+        f"{workloads.SEEDS[0]} to {workloads.SEEDS[-1]}",
+    )
+    parser.add_argument(
+        "--predict",
+        action="store_true",
+        help="plan, and compare the predicted times with the limits; no device is needed",
+    )
     parser.add_argument(
         "--peers",
         metavar="PEER,...",

@@ -73,7 +73,7 @@ class Case:
         return not self.devices or device in self.devices
 
 
-MANY = ("conv", "vision", "contiguous", "compile_time", "compile_time_cpu")
+MANY = ("conv", "vision", "contiguous", "compile_time", "compile_time_cpu", "held_classes")
 OF_MANY = (
     *("resnet_b1_stem", "resnet_b1_56_3x3_64_64", "resnet_b1_28_3x3s2_256_256"),
     *("resnet_b1_14_1x1_256_1024", "depthwise_28_5x5_240", "audio_1000_9s2_256_512"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .record import OURS, PRODUCTS, REFERENCES
-from .workloads import KNOWN, SUITES
+from .workloads import SUITES, workload
 
 _HEADINGS = {"torch.compile": "compile", "torch.max-autotune": "max-autotune"}
 _ALLOWED = 0.98  # a ratio below it is named
@@ -32,7 +32,7 @@ def listing() -> str:
     """Return the suites with their workloads."""
     lines = []
     for suite, names in SUITES.items():
-        shown = (f"{name} ({KNOWN[name].dtype})" if KNOWN[name].dtype else name for name in names)
+        shown = [f"{n} ({dtype})" if (dtype := workload(n).dtype) else n for n in names]
         lines.append(f"{suite} ({len(names)})")
         lines += [f"    {name}" for name in shown]
     return "\n".join(lines)

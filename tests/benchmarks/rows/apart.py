@@ -65,7 +65,7 @@ class Field:
     def measure(self, name: str) -> dict[str, Any]:
         """Return the row of one workload."""
         labels = (OURS, *self._setup.peers_of(name))
-        row = empty_row(name, labels[1:], workloads.WORKLOADS[name].plain)
+        row = empty_row(name, labels[1:], workloads.workload(name).plain)
         row |= {"clock": "wall", "quartiles_us": {}, "least_us": {}, "samples": {}}
         start = time.monotonic()
         made = self._made(row, labels)

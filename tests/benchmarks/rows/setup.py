@@ -68,7 +68,7 @@ class Setup:
 
     def peers_of(self, name: str) -> tuple[str, ...]:
         """What is measured beside ours on a workload."""
-        workload = (workloads.WORKLOADS | workloads.FOR_TUNING)[name]
+        workload = workloads.workload(name)
         labels = self.plain_peers if workload.plain and self.plain_peers is not None else self.peers
         return tuple(x for x in labels if x not in OWN_PEERS or x in workload.peers)
 

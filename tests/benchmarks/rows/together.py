@@ -29,7 +29,7 @@ SLOW_S, SLOW_REPEATS = 0.1, 3  # slower calls are timed apart, a few times
 def measure(name: str, setup: Setup) -> dict[str, Any]:
     """Return the row of one workload."""
     workloads.require([name])
-    row = empty_row(name, setup.peers_of(name), workloads.WORKLOADS[name].plain)
+    row = empty_row(name, setup.peers_of(name), workloads.workload(name).plain)
     start = time.monotonic()
     try:
         with torch.no_grad():
@@ -86,7 +86,7 @@ def _fill(row: dict[str, Any], setup: Setup) -> None:
         note_error(row, label, error, CEILINGS[instance.dtype])
     for label, timing in _times(calls, setup).items():
         _note_time(row, label, timing)
-    if workloads.WORKLOADS[row["name"]].wall and setup.device == "cuda":
+    if workloads.workload(row["name"]).wall and setup.device == "cuda":
         wall.fill(row, instance, wanted, wall.Probe.of(ours, instance), calls, setup)
 
 

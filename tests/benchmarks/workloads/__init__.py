@@ -8,6 +8,7 @@ behind them, `vision` whole convolutional networks. `compile_time` is whole mode
 time to compile them is measured (`tests.benchmarks.compile_time`), on a GPU, `compile_time_cpu` one
 on a CPU. `cpu`, `cpu_products` and `cpu_models` are in
 the sizes of a CPU. What is `FOR_TUNING`, operators for which schedules are evolved, is in no suite.
+`held_classes` is drawn by seeds, programs that nobody tuned for (`held`).
 `real_models`, of transformers and timm through `torch.compile`, stands apart
 (`tests.benchmarks.real_models`).
 """
@@ -24,6 +25,8 @@ from .cpu import CPU, CPU_PRODUCTS
 from .cpu_models import CPU_MODELS
 from .gemm import GEMM
 from .gemm_sweep import SWEEP
+from .held import SEEDS, held, names_of_seed
+from .held import SUITE as HELD_CLASSES
 from .instance import Instance, Workload
 from .layout import LAYOUT
 from .memory import MEMORY
@@ -62,21 +65,30 @@ SUITES = {
     "cpu": tuple(CPU),
     "cpu_products": tuple(CPU_PRODUCTS),
     "cpu_models": tuple(CPU_MODELS),
+    HELD_CLASSES: tuple(name for seed in SEEDS for name in names_of_seed(seed)),
     "all": (*MEMORY, *MODELS, *MEMORY_MORE),
 }
+
+
+def workload(name: str) -> Workload:
+    """The workload of a name; raises InputError where there is none."""
+    found = KNOWN.get(name) or held(name)
+    if found is None:
+        close = difflib.get_close_matches(name, (*KNOWN, *SUITES[HELD_CLASSES]), 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(WORKLOADS)}"
+        raise InputError(f"unknown workload {name!r}; {hint}")
+    return found
 
 
 def require(names: Iterable[str]) -> None:
     """Raise InputError for a name that is no workload's."""
     for name in names:
-        if name not in KNOWN:
-            close = difflib.get_close_matches(name, KNOWN, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(WORKLOADS)}"
-            raise InputError(f"unknown workload {name!r}; {hint}")
+        workload(name)
 
 
-def names_of(suite: str, only: str | None) -> tuple[str, ...]:
-    """Return the workloads of suites or workloads given by commas, or the chosen ones of them.
+def names_of(suite: str, only: str | None, seed: int | None = None) -> tuple[str, ...]:
+    """Return the workloads of suites or workloads given by commas, or the chosen ones of them;
+    those of `held_classes` of one seed, if it is given.
 
     Raises
     ------
@@ -85,11 +97,12 @@ def names_of(suite: str, only: str | None) -> tuple[str, ...]:
     """
     names: dict[str, None] = {}
     for word in _words(suite):
-        if not any(word in known for known in (SUITES, KNOWN)):
+        if word not in SUITES and word not in KNOWN and held(word) is None:
             close = difflib.get_close_matches(word, (*SUITES, *KNOWN), 1)
             hint = f"did you mean {close[0]!r}?" if close else f"the suites are {', '.join(SUITES)}"
             raise InputError(f"unknown suite or workload {word!r}; {hint}")
-        names |= dict.fromkeys(SUITES.get(word, (word,)))
+        drawn = seed is not None and word == HELD_CLASSES
+        names |= dict.fromkeys(names_of_seed(seed) if drawn else SUITES.get(word, (word,)))
     chosen = names if only is None else _words(only)
     for name in chosen:
         if name not in names:
@@ -103,8 +116,7 @@ def names_of(suite: str, only: str | None) -> tuple[str, ...]:
 
 def dtype_of(name: str, default: str) -> str:
     """Return the dtype that a workload names for itself, or the default."""
-    require([name])
-    return KNOWN[name].dtype or default
+    return workload(name).dtype or default
 
 
 def make(name: str, device: str, dtype: str, scale: float = 1.0) -> Instance:
@@ -113,7 +125,7 @@ def make(name: str, device: str, dtype: str, scale: float = 1.0) -> Instance:
     Parameters
     ----------
     name : str
-        A key of `KNOWN`.
+        A key of `KNOWN`, or of a program of `held`.
     device : str
         torch's name of a device.
     dtype : str
@@ -121,8 +133,7 @@ def make(name: str, device: str, dtype: str, scale: float = 1.0) -> Instance:
     scale : float
         Factor on every large extent, none below 64.
     """
-    require([name])
-    return KNOWN[name].instance(name, device, dtype, scale)
+    return workload(name).instance(name, device, dtype, scale)
 
 
 def _words(text: str) -> list[str]:
