@@ -13,6 +13,8 @@ from tvm_fusion.flow.functions import planned_function
 from tvm_fusion.plan.refusal import RefusalCode
 
 from ..planted import planted
+from .test_written_memory import WRONG
+from .test_written_memory import planted as planted_write
 
 
 class Layers(nn.Module):
@@ -49,7 +51,7 @@ X = torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(autouse=True)
 def all_are_large(monkeypatch):
-    monkeypatch.setattr(kernels, "LONG", 0)
+    monkeypatch.setattr(kernels, "SHORT", 0)
 
 
 def test_kernels_of_equal_layers_are_checked_once():
@@ -112,3 +114,59 @@ def test_a_model_that_keeps_state_is_compared_from_its_first_state():
     once, twice = Write(), Write()
     expected = [once(X), (twice(X), twice(X))[1]]
     torch.testing.assert_close([found(X), found(X)], expected)
+
+
+class Cached(nn.Module):
+    """Each layer writes what it computes into a cache of its own, which it reads as far as it is
+    full.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(count))
+
+    def forward(self, x: torch.Tensor, start: torch.Tensor, *caches: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(5) + start
+        seen = torch.arange(16)[:, None] < start + 5
+        for layer, cache in zip(self.layers, caches, strict=True):
+            kept = cache.index_copy_(0, places, torch.tanh(layer(x)))
+            x = x + torch.where(seen, kept, 0.0).sum(0)
+        return x
+
+
+def with_caches(count: int) -> tuple[torch.Tensor, ...]:
+    made = torch.Generator().manual_seed(2)
+    return X.clone(), torch.tensor(2), *(torch.randn(16, 48, generator=made) for _ in range(count))
+
+
+@pytest.mark.parametrize("through_torch_compile", [False, True])
+def test_what_writes_into_caches_is_checked_once(through_torch_compile):
+    found = set()
+    for count in (2, 3):
+        model, given, expected = Cached(count), with_caches(count), with_caches(count)
+        with torch.no_grad():
+            if through_torch_compile:
+                reports = []
+                options = {"report": reports.append}
+                compiled = torch.compile(model, backend="tvm_fusion", options=options)
+                result = compiled(*given)
+                report = reports[0].report
+            else:
+                compiled = tvm_fusion.compile(model, "llvm", example_inputs=with_caches(count))
+                result, report = compiled(*given), compiled.report
+            torch.testing.assert_close(result, model(*expected))
+        torch.testing.assert_close(given, expected)
+        assert report.verify.passed
+        assert report.verify.source_error < 1e-5
+        found.add(report.verify.kernels)
+    assert len(found) == 1
+    assert min(found) > 2
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_write_into_a_cache_is_found(wrong, monkeypatch, caplog):
+    model = planned_function(Cached(1), "llvm", example_inputs=with_caches(1))
+    done = planted_write(monkeypatch, WRONG[wrong])
+    assert kernels.kernels_checked(model.build()) is None
+    assert any(f"kernel {done[0]}" in r.message for r in caplog.records)

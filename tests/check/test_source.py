@@ -78,6 +78,27 @@ def test_the_model_and_its_inputs_stay_as_they_were():
     torch.testing.assert_close(x, X, rtol=0, atol=0)
 
 
+def test_what_is_left_in_an_input_is_compared(wrong_tanh):
+    def write(x, cache):
+        cache[:] = torch.tanh(x)
+        return x + 1
+
+    with pytest.raises(VerificationError, match="what is left in input 1 is off"):
+        tvm_fusion.compile((Function(write), (X, torch.zeros(4, 8))), "llvm")
+
+
+def test_what_is_left_in_inputs_is_compared_in_float64(monkeypatch):
+    monkeypatch.setattr(distance, "ROUNDINGS", {"float32": 0.0})
+
+    def write(x, cache):
+        cache.index_copy_(0, torch.arange(4), torch.softmax(x, -1))
+        return cache.sum(-1), x + 1
+
+    compiled = tvm_fusion.compile((Function(write), (X, torch.zeros(6, 8))), "llvm")
+    assert compiled.writes == (1,)
+    assert compiled.report.verify.source_error > 0
+
+
 def test_nothing_is_compared_where_nothing_is_checked(wrong_tanh):
     compiled = tvm_fusion.compile(model(torch.tanh), "llvm", verify=False)
     assert compiled.report.verify is None

@@ -28,8 +28,8 @@ MOST_POINTS = 1 << 21
 # Inputs, and the most points of all loops, of which a core computes some 1e8 a second in float64.
 # The end of the last row of a masked sum is decided by two elements: one input in four hides there
 # that the mask is gone.
-LONG = 1 << 27
-_DRAWS = ((6, 1 << 23), (2, LONG), (1, math.inf))
+SHORT = 1 << 23
+_DRAWS = ((6, SHORT), (2, 1 << 27), (1, math.inf))
 
 _BY_PLACE = frozenset(
     f"relax.{name}"

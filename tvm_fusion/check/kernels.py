@@ -10,15 +10,20 @@ Kernels run as they were built, in the memory of the module. What they do not sh
 right numbers go from one to the next: for that the module as a whole is compared with the framework
 that it comes from (`check.source`), and where there is none, with all of it in float64.
 
-Does not handle: symbolic sizes, branches, calls that are no kernels, tensors that are written to.
+A function that writes into what it is given (`call_tir_inplace`, a cache) is one of the kernels:
+all of what it leaves there is compared.
+
+Does not handle: symbolic sizes, branches, calls that are no kernels, packed functions that write.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -34,12 +39,12 @@ from ..ir.weights import numbers, weight_of
 from ..plan.plan import FREE
 from ..runtime.build.build import Built
 from ..transform.apply.pack_constants import arguments_of
-from ..transform.apply.region_module import GroupModules, group_modules
+from ..transform.apply.region_module import groups_alone
 from ..transform.functions.functions import has_branches
 from ..transform.functions.unique_names import FreshNames
 from .allowance import Reference
-from .arrays.programs import device_in_torch, let_go, on_arrays
-from .checked_sizes import LONG, drawn_inputs, points_of_run, symbols_of
+from .arrays.programs import IN_PLACE, device_in_torch, let_go, on_arrays
+from .checked_sizes import SHORT, draw_count, drawn_inputs, is_extreme, points_of_run, symbols_of
 from .compiled import Checked
 from .reference import Run, build_references, runner
 from .verify import Verification, judge_outputs
@@ -47,6 +52,7 @@ from .verify import Verification, judge_outputs
 logger = logging.getLogger(__name__)
 
 _CALL_TIR = tvm.ir.Op.get("relax.call_tir")
+_IN_PLACE = tvm.ir.Op.get(IN_PLACE)
 _CARRY_ON = 0  # what an instrument of the virtual machine returns
 
 Arrays = list[Any]
@@ -54,11 +60,13 @@ Arrays = list[Any]
 
 
 def takes_long(made: BuiltPlan) -> bool:
-    """Whether float64 of a module takes seconds, and its kernels can be checked one by one."""
+    """Whether float64 of a module takes longer than that of its kernels, and these can be checked
+    one by one.
+    """
     main = made.planned.low["main"]
     if made.beside or has_branches(main) or symbols_of(made.planned.mod["main"]):
         return False
-    return points_of_run(made.planned.low) > LONG
+    return points_of_run(made.planned.low) > SHORT
 
 
 def kernels_checked(made: BuiltPlan) -> Checked | None:
@@ -70,17 +78,15 @@ def kernels_checked(made: BuiltPlan) -> Checked | None:
         None where a kernel is wrong, or what is to be known of one is not: the module is to be
         checked as a whole.
     """
-    wanted = [n for n, g in made.materialized.groups.items() if g.kernel_class not in FREE]
     calls = _first_calls(made.materialized.mod)
-    if calls is None or not calls.keys() >= set(wanted):
+    cases = None if calls is None else _cases(made, calls)
+    if cases is None:
         return None
-    cases = {name: _case(made, name) for name in wanted}
-    counts = {name: len(case.inputs) for name, case in cases.items()}
-    if any(len(calls[name]) != count for name, count in counts.items()):
-        return None
+    mod, low = made.planned.mod, made.planned.low
     try:
         with stage("running the module"):
-            seen = _seen(made.built, drawn_inputs(made.planned.mod), counts)
+            drawn = [drawn_inputs(mod, number, low) for number in range(draw_count(low))]
+            seen = _seen(made.built, drawn, cases)
     except (OutOfRange, DividedByZero) as error:
         logger.info("kernels are not checked one by one: %s", error)
         return None
@@ -88,24 +94,105 @@ def kernels_checked(made: BuiltPlan) -> Checked | None:
         return None
     with stage("reading the references"):
         errors, runs = {}, _Runs(cases, made.planned.target)
-    for name in stepped("kernels checked", wanted, len(wanted)):
-        taken, given = seen[name]
-        values = [
-            _constant(e) if isinstance(e, tvm.ir.GenericConst) else x
-            for e, x in zip(calls[name], taken, strict=True)
-        ]
-        alone = cases[name].unfused
-        values = _parts(values, [p.ty for p in alone["main"].params])
-        given = _parts(given, _results(alone["main"].ret_ty))
-        found = judge_outputs(given, runs.reference(name, values), name)
+    for name in stepped("kernels checked", cases, len(cases)):
+        found = _of_all([_judged(name, cases[name], calls[name], *s, runs) for s in seen.pop(name)])
         if not found.passed:
-            logger.warning("kernel %s: %s", name, found.why)
             return None
         errors[name] = found
-    seen.clear()
     let_go(device_in_torch(made.planned.target.kind.name))
     each = {name: one.worst_error for name, one in errors.items()}
-    return Checked(made, _of_all(errors), each, kernels=len(wanted))
+    return Checked(made, _of_all(list(errors.values())), each, kernels=len(cases))
+
+
+def _judged(
+    name: str,
+    case: _Case,
+    call: _Call,
+    number: int,
+    taken: Arrays,
+    given: Arrays,
+    runs: _Runs,
+) -> Verification:
+    """The verdict on one call of a kernel."""
+    values = [
+        _constant(e) if isinstance(e, tvm.ir.GenericConst) else x
+        for e, x in zip(call.arguments, taken, strict=True)
+    ]
+    main = case.alone["main"]
+    values = _parts(values, [p.ty for p in main.params])
+    given = _parts(given, _results(main.ret_ty))
+    reference = runs.reference(name, values)
+    reference.ceiling = not is_extreme(number)
+    found = judge_outputs(given, reference, name)
+    if not found.passed:
+        logger.warning("kernel %s: %s", name, found.why)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The first call of a kernel in `main`: its arguments, and by place those that it writes into;
+    its results are behind the arguments where that is -1.
+    """
+
+    arguments: list[relax.Expr]
+    written: tuple[int, ...] | None
+    of: Call
+
+    @property
+    def results(self) -> list[int] | None:
+        """The places of its results among all that the kernel gets; None if all are behind."""
+        if self.written is None:
+            return None
+        behind = itertools.count(len(self.arguments))
+        return [i if i >= 0 else next(behind) for i in self.written]
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """The operators of a kernel as `main`, and where its results are (`_Call.results`)."""
+
+    alone: tvm.IRModule
+    count: int
+    results: list[int] | None
+
+
+def _cases(made: BuiltPlan, calls: Mapping[str, _Call]) -> dict[str, _Case] | None:
+    """What each kernel is to compute, by its name; None where that is not known of one."""
+    low, graph, plan = made.planned.low, made.planned.graph, made.planned.plan
+    groups = {n: g for n, g in made.materialized.groups.items() if g.kernel_class not in FREE}
+    writing = {name: call for name, call in calls.items() if call.written is not None}
+    if not calls.keys() - writing.keys() >= groups.keys():
+        return None
+    cases = {}
+    for name, (alone, inputs) in zip(
+        groups, groups_alone(low, graph, plan, groups.values()), strict=True
+    ):
+        cases[name] = _Case(alone, len(inputs), None)
+    for name, call in writing.items():
+        alone = _writing_alone(low, name, call)
+        if alone is None:
+            return None
+        cases[name] = _Case(alone, len(call.arguments), call.results)
+    known = all(len(calls[name].arguments) == case.count for name, case in cases.items())
+    return cases if known else None
+
+
+def _writing_alone(low: tvm.IRModule, name: str, call: _Call) -> tvm.IRModule | None:
+    """A function that writes into what it is given, as the model was lowered, and a call of it; no
+    plan changes its name.
+    """
+    gvar = next((g for g in low.get_global_vars() if g.name_hint == name), None)
+    if gvar is None:
+        return None
+    params = [relax.Var(f"x{i}", e.ty) for i, e in enumerate(call.arguments)]
+    builder = relax.BlockBuilder()
+    with builder.function("main", params):
+        with builder.dataflow():
+            again = Call(call.of.op, [gvar, relax.Tuple(params)], call.of.attrs, call.of.ty_args)
+            result = builder.emit_output(again)
+        builder.emit_func_output(result)
+    return tvm.IRModule({gvar: low[gvar], tvm.ir.GlobalVar("main"): builder.get()["main"]})
 
 
 def _constant(constant: tvm.ir.GenericConst) -> Any:
@@ -148,7 +235,7 @@ class _Runs:
     those that it takes.
     """
 
-    def __init__(self, cases: Mapping[str, GroupModules], target: tvm.target.Target) -> None:
+    def __init__(self, cases: Mapping[str, _Case], target: tvm.target.Target) -> None:
         self._cases, self._target = cases, target
         mod, entries = _joined(cases)
         found = on_arrays(mod, list(entries.values()), target)
@@ -163,52 +250,48 @@ class _Runs:
 
     def reference(self, name: str, values: Sequence[Any]) -> Reference:
         """The reference of a kernel on what it took."""
-        found = Reference(self._cases[name].unfused, values, self._target)
+        found = Reference(self._cases[name].alone, values, self._target)
         if name in self._on_arrays:
             return found.with_arrays(self._on_arrays[name])
         return found.with_exact(self._compiled[name])
 
 
-def _joined(cases: Mapping[str, GroupModules]) -> tuple[tvm.IRModule, dict[str, str]]:
+def _joined(cases: Mapping[str, _Case]) -> tuple[tvm.IRModule, dict[str, str]]:
     """The operators of all kernels in one module, and what computes each there."""
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     for case in cases.values():
-        functions |= {g: f for g, f in case.unfused.functions_items() if g.name_hint != "main"}
+        functions |= {g: f for g, f in case.alone.functions_items() if g.name_hint != "main"}
     fresh = FreshNames(gvar.name_hint for gvar in functions)
     entries = {name: fresh("main") for name in cases}
     for name, case in cases.items():
-        main = case.unfused["main"].with_attr("global_symbol", entries[name])
+        main = case.alone["main"].with_attr("global_symbol", entries[name])
         functions[tvm.ir.GlobalVar(entries[name])] = main
     return tvm.IRModule(functions), entries
 
 
-def _of_all(found: Mapping[str, Verification]) -> Verification:
-    worst = max((one.worst_error for one in found.values()), default=0.0)
-    not_finite = max((one.not_finite for one in found.values()), default=0.0)
-    return Verification("kernels", True, (), worst, not_finite)
+def _of_all(found: Sequence[Verification]) -> Verification:
+    worst = max((one.worst_error for one in found), default=0.0)
+    not_finite = max((one.not_finite for one in found), default=0.0)
+    return Verification("kernels", all(one.passed for one in found), (), worst, not_finite)
 
 
-def _case(made: BuiltPlan, name: str) -> GroupModules:
-    planned = made.planned
-    group = made.materialized.groups[name]
-    return group_modules(planned.low, planned.graph, planned.plan, group)
-
-
-def _first_calls(mod: tvm.IRModule) -> dict[str, list[relax.Expr]] | None:
+def _first_calls(mod: tvm.IRModule) -> dict[str, _Call] | None:
     """What each PrimFunc takes where `main` calls it first; None where something else is called
     that computes.
     """
-    found: dict[str, list[relax.Expr]] = {}
+    found: dict[str, _Call] = {}
     for block in mod["main"].body.blocks:
         for binding in block.bindings:
             call = getattr(binding, "value", None)
             if not isinstance(call, Call):
                 continue
-            if call.op != _CALL_TIR:
+            if call.op not in (_CALL_TIR, _IN_PLACE):
                 if not _only_moves(call):
                     return None
                 continue
-            found.setdefault(call.args[0].name_hint, arguments_of(call))
+            in_place = call.op == _IN_PLACE
+            written = tuple(map(int, call.attrs.inplace_indices)) if in_place else None
+            found.setdefault(call.args[0].name_hint, _Call(arguments_of(call), written, call))
     return found
 
 
@@ -218,24 +301,33 @@ def _only_moves(call: Call) -> bool:
 
 
 def _seen(
-    built: Built, inputs: Sequence[Any], counts: Mapping[str, int]
-) -> dict[str, tuple[Arrays, Arrays]] | None:
-    """Of each kernel what its first call took and gave; None where that is not tensors alone."""
+    built: Built, inputs: Sequence[Sequence[Any]], cases: Mapping[str, _Case]
+) -> dict[str, list[tuple[int, Arrays, Arrays]]] | None:
+    """Of each kernel what its first call took and gave, on each of some inputs by number; None
+    where that is not tensors alone.
+    """
     taken: dict[str, Arrays] = {}
     given: dict[str, Arrays] = {}
 
     def look(_function: Any, name: str, before: bool, _result: Any, *arguments: Any) -> int:
-        if name in counts and name not in given:
-            count = counts[name]
+        if name in cases and name not in given:
+            case = cases[name]
             if before:
-                taken[name] = _copied(arguments[:count])
+                taken[name] = _copied(arguments[: case.count])
+            elif case.results is None:
+                given[name] = _copied(arguments[case.count :])
             else:
-                given[name] = _copied(arguments[count:])
+                given[name] = _copied([arguments[i] for i in case.results])
         return _CARRY_ON
 
-    runner(built, look=look)(inputs)
-    whole = all(
-        name in given and all(x is not None for x in (*taken[name], *given[name]))
-        for name in counts
-    )
-    return {name: (taken[name], given[name]) for name in counts} if whole else None
+    run = runner(built, look=look)
+    found: dict[str, list[tuple[int, Arrays, Arrays]]] = {name: [] for name in cases}
+    for number, values in enumerate(inputs):
+        taken.clear()
+        given.clear()
+        run(values)
+        for name in cases:
+            if name not in given or any(x is None for x in (*taken[name], *given[name])):
+                return None
+            found[name].append((number, taken[name], given[name]))
+    return found

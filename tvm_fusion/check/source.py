@@ -10,9 +10,11 @@ differ by much more than roundings, and agree then. If they do not, the operator
 zeros and negative numbers, and one of pointwise operators with the largest and the least numbers in
 its inputs; an operator that by itself gives something else there is another function, too.
 
-The weights are read where they lie and the buffers are copied, as `forward` may write them.
-Does not compare: models with more than `MOST_PARAMETERS` on the CPU, those without values of their
-weights, and those that write into their inputs; `SourceCheck.note` says so.
+What the two leave in the inputs is compared as outputs are; no special values are tried on a module
+that writes into them. The weights are read where they lie; buffers and inputs are copied, as
+`forward` may write them.
+Does not compare: models with more than `MOST_PARAMETERS` on the CPU, and those without values of
+their weights; `SourceCheck.note` says so.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from ..runtime.calls.compiled_module import CompiledModule
 from .distance import error_of, real_numbers, rounding
 from .plain import LLVM, plain_build, plain_module
 from .reference import poisoned, run_reference
+from .written_memory import with_written
 
 if TYPE_CHECKING:
     from .source_nodes import Differs, NodeByNode
@@ -145,33 +148,67 @@ def source_check(
     source = original.in_torch
     if source is None:
         return None
-    why = source.not_compared(compiled, here)
+    why = source.not_compared(here)
     if why is not None:
         return SourceCheck("PyTorch", note=f"{why}: {SHAPES_ONLY}")
     run = _from_the_start(compiled if here else _on_cpu(planned))
     device = "cuda" if here and compiled.target.kind.name == "cuda" else "cpu"
     begin = time.perf_counter()
-    expected = leaves(source.eager())
+    theirs, ours = _moved(source.inputs), _moved(source.inputs, device)
+    expected = leaves(source.eager_on(theirs))
     with _in_fresh_memory(compiled, here):
-        given = leaves(run(*_moved(source.inputs, device)))
+        given = leaves(run(*ours))
     seconds = time.perf_counter() - begin
     if len(given) != len(expected):
         raise _another(f"{len(given)} outputs, PyTorch gives {len(expected)}", [])
     errors = [error_of(a, b) for a, b in zip(given, expected, strict=True)]
-    off = [i for i, error in enumerate(errors) if not error <= rounding(expected[i].dtype)]
+    limits = [rounding(x.dtype) for x in expected]
+    names = [f"output {i}" for i in range(len(errors))]
+    for i, error in enumerate(left_in_inputs(source.inputs, ours, theirs, expected)):
+        errors.append(error)
+        limits.append(rounding(source.inputs[i].dtype))
+        names.append(f"what is left in input {i}")
+    off = [i for i, error in enumerate(errors) if not error <= limits[i]]
     if off:
         worst = max(off, key=lambda i: errors[i])
-        what = f"output {worst} is off by {errors[worst]:.3g} of its largest number"
+        what = f"{names[worst]} is off by {errors[worst]:.3g} of its largest number"
     if off and not sure:
         raise KernelsAlone(
             f"beside PyTorch {what}, and its kernels alone were checked; check all of it: "
             'verify="full"'
         )
     if off and not _same_in_float64(planned, source):
-        raise _another(what, source.differing(source.inputs))
-    quick = original.with_special and here and seconds < SPECIAL_S / 4
+        raise _another(what, source.differing(_moved(source.inputs)))
+    quick = original.with_special and here and seconds < SPECIAL_S / 4 and not compiled.writes
     note = _special(source, run, device, planned) if quick else None
     return SourceCheck("PyTorch", max(errors, default=0.0), note)
+
+
+def left_in_inputs(
+    before: Sequence[Any], given: Sequence[Any], expected: Sequence[Any], outputs: Sequence[Any]
+) -> list[float]:
+    """The error of what a call leaves in each input, as `error_of`.
+
+    Parameters
+    ----------
+    before, given, expected : sequence of torch.Tensor
+        The inputs, and copies that the module and PyTorch were given.
+    outputs : sequence of torch.Tensor
+        Those of PyTorch: the graphs of torch.compile write into nothing, they give what is to be
+        written, and modules write that in place.
+    """
+    errors = []
+    for x, a, b in zip(before, given, expected, strict=True):
+        found = error_of(a, b)
+        if found and _same(x, b):
+            like = (o for o in outputs if (o.shape, o.dtype) == (b.shape, b.dtype))
+            found = min((error_of(a, o) for o in like), default=found)
+        errors.append(found)
+    return errors
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _in_fresh_memory(compiled: CompiledModule, here: bool) -> AbstractContextManager[None]:
@@ -302,9 +339,9 @@ class _Source:
         rest, count = iter(tensors), len(tensors) + len(self.fixed)
         return tuple(self.fixed[i] if i in self.fixed else next(rest) for i in range(count))
 
-    def not_compared(self, compiled: CompiledModule, here: bool) -> str | None:
+    def not_compared(self, here: bool) -> str | None:
         """Why nothing is compared, if so."""
-        why = "it writes into its inputs" if compiled.writes else self.not_run()
+        why = self.not_run()
         if why is None and not here and self._operations() > MOST_OPERATIONS:
             return "this machine lacks the device, and it has too many operations for the CPU"
         return why
@@ -325,17 +362,20 @@ class _Source:
 
     def eager(self, inputs: Sequence[Any] | None = None) -> Any:
         """What PyTorch computes; the model, its buffers and the inputs stay as they were."""
+        return self.eager_on(_moved(self.inputs if inputs is None else inputs))
+
+    def eager_on(self, inputs: Sequence[Any]) -> Any:
+        """The same on these very tensors, which the model may write into."""
         torch = sys.modules["torch"]
         buffers = {name: x.clone() for name, x in self.model.named_buffers()}
-        inputs = tuple(x.clone() for x in (self.inputs if inputs is None else inputs))
         with _evaluation_mode(self.model):
             return torch.func.functional_call(self.model, buffers, self._given(inputs))
 
-    def eager_in_float64(self) -> Any:
-        """The same in float64, of a copy of the model."""
-        model = copy.deepcopy(self.model).double()
+    def eager_in_float64(self) -> tuple[Any, list[Any]]:
+        """The same in float64, of a copy of the model, and what it leaves in its inputs."""
+        model, inputs = copy.deepcopy(self.model).double(), list(map(_wide, self.inputs))
         with _evaluation_mode(model):
-            return model(*self._given(list(map(_wide, self.inputs))))
+            return model(*self._given(inputs)), inputs
 
     @cached_property
     def _by_node(self) -> NodeByNode:
@@ -380,8 +420,8 @@ def _evaluation_mode(model: Any) -> AbstractContextManager[None]:
 
 def _wide(x: Any) -> Any:
     if x.is_complex():
-        return x.to(sys.modules["torch"].complex128)
-    return x.double() if x.is_floating_point() else x.clone()
+        return x.to(sys.modules["torch"].complex128, copy=True)
+    return x.to(sys.modules["torch"].float64, copy=True) if x.is_floating_point() else x.clone()
 
 
 def leaves(outputs: Any) -> list[Any]:
@@ -391,9 +431,10 @@ def leaves(outputs: Any) -> list[Any]:
     return [leaf.detach() for leaf in found if isinstance(leaf, torch.Tensor)]
 
 
-def _moved(inputs: Sequence[Any], device: str) -> list[Any]:
-    """Copies of the inputs where the module runs."""
-    return [x.clone().to(device) for x in inputs]
+def _moved(inputs: Sequence[Any], device: str | None = None) -> list[Any]:
+    """Copies of the inputs, where the module runs."""
+    copies = [x.clone() for x in inputs]
+    return copies if device is None else [x.to(device) for x in copies]
 
 
 def _on_cpu(planned: Planned) -> CompiledModule:
@@ -420,34 +461,51 @@ def _from_the_start(module: CompiledModule) -> Run:
 
 
 def _same_in_float64(planned: Planned, source: _Source) -> bool:
-    """Whether the imported module and PyTorch's agree in float64; False where one has no such."""
+    """Whether the imported module and PyTorch's agree in float64, in what they leave in the inputs,
+    too; False where one has no such.
+    """
     try:
-        expected = [np.asarray(real_numbers(x).cpu()) for x in leaves(source.eager_in_float64())]
-        mod, convention = plain_module(planned.mod, planned.target), planned.source.convention
-        given = [real_numbers(_wide(x)).cpu().numpy() for x in source.inputs]
-        if convention is None:
-            found = run_reference(mod, given)
-        else:
+        outputs, theirs = source.eager_in_float64()
+        expected = [_array(x) for x in leaves(outputs)]
+        given = [_array(_wide(x)) for x in source.inputs]
+        mod, written = with_written(plain_module(planned.mod, planned.target))
+        convention, kept = planned.source.convention, []
+        if convention is not None:
             kept = [convention.values[n].numpy() for n in convention.parameters]
-            wide = [x.astype("float64") if x.dtype.kind == "f" else x for x in kept]
-            outputs = run_reference(mod, [*given, *wide])
+            kept = [x.astype("float64") if x.dtype.kind == "f" else x for x in kept]
+        found = run_reference(mod, [*given, *kept])
+        found, behind = found[: len(found) - len(written)], found[len(found) - len(written) :]
+        new = dict(zip(written, behind, strict=True))
+        if convention is not None:
+            new |= {n: found[output] for n, output in convention.updates.items()}
             tensors = [r for r in convention.results if r.of in (Of.OUTPUT, Of.INPUT)]
             computed = [r.of is Of.OUTPUT for r in tensors]
             expected = [x for x, own in zip(expected, computed, strict=True) if own]
-            found = [outputs[r.value] for r in tensors if r.of is Of.OUTPUT]
+            found = [found[r.value] for r in tensors if r.of is Of.OUTPUT]
+        if len(found) < len(expected):
+            return False
+        found = found[: len(expected)]
+        for i, x in enumerate(map(_array, theirs)):
+            if not np.array_equal(x, given[i], equal_nan=x.dtype.kind == "f"):
+                expected.append(x)
+                found.append(new.get(i, given[i]))
     except Exception as error:  # whatever an operator raises that there is no float64 of
         logger.info("not compared with PyTorch in float64: %s", error)
         return False
-    if len(found) < len(expected):
+    return all(map(_is_near, found, expected))
+
+
+def _array(x: Any) -> np.ndarray:
+    return np.asarray(real_numbers(x).cpu())
+
+
+def _is_near(given: np.ndarray, expected: np.ndarray) -> bool:
+    """Whether two arrays in float64 are one function's."""
+    if given.shape != expected.shape:
         return False
-    for a, b in zip(found, expected, strict=False):
-        if a.shape != b.shape:
-            return False
-        finite = np.isfinite(b)
-        scale = np.abs(b[finite]).max(initial=0.0) if b.dtype.kind == "f" else 0.0
-        limit = SURE * scale
-        if not np.array_equal(np.isfinite(a), finite) or np.any(
-            np.abs(a[finite].astype("float64") - b[finite].astype("float64")) > limit
-        ):
-            return False
-    return True
+    finite = np.isfinite(expected)
+    if not np.array_equal(np.isfinite(given), finite):
+        return False
+    scale = np.abs(expected[finite]).max(initial=0.0) if expected.dtype.kind == "f" else 0.0
+    off = np.abs(given[finite].astype("float64") - expected[finite].astype("float64"))
+    return not np.any(off > SURE * scale)

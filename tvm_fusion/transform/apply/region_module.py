@@ -11,7 +11,7 @@ After::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from ...ir.weights import numbers
 from ...plan.differ import exchanged
 from ...plan.group_view import GroupView
 from ...plan.plan import FusionPlan, PlannedGroup
+from ..functions.function_apart import called
 from .materialize import Rewriter, fix_regions, group_views
 
 
@@ -145,18 +146,21 @@ class GroupModules:
     inputs: tuple
 
 
+def groups_alone(
+    mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan, groups: Iterable[PlannedGroup]
+) -> Iterator[tuple[tvm.IRModule, tuple]]:
+    """The operators of each of some groups as `main` of a module, and the values of its parameters
+    as `GroupModules` has them.
+    """
+    for primitive, inputs, functions in _taken_out(mod, graph, plan, groups):
+        yield _unfused(primitive, functions), inputs
+
+
 def group_modules(
     mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan, group: PlannedGroup
 ) -> GroupModules:
     """Takes one group with several operators out of a module, fused and unfused."""
-    rewriter = Rewriter(mod, graph, plan)
-    view = group_views(graph, plan)[plan.groups.index(group)]
-    _, (primitive, inputs, symbols) = rewriter.primitive(view)
-    functions = {g: f for g, f in mod.functions.items() if isinstance(f, tirx.PrimFunc)}
-    unfused = tvm.IRModule(functions)
-    plain = primitive.without_attr("Primitive").with_attr("global_symbol", "main")
-    unfused["main"] = plain
-    unfused = relax.transform.DeadCodeElimination(["main"])(unfused)
+    ((primitive, inputs, functions),) = _taken_out(mod, graph, plan, [group])
     builder = relax.BlockBuilder(tvm.IRModule(functions))
     gvar = builder.add_func(primitive, "kernel")
     params = [relax.Var(p.name, p.ty) for p in primitive.params]
@@ -167,4 +171,21 @@ def group_modules(
     fused = relax.transform.DeadCodeElimination(["main"])(relax.transform.FuseTIR()(builder.get()))
     name = next(g.name_hint for g, f in fused.functions.items() if isinstance(f, tirx.PrimFunc))
     fused.update_func(fused.get_global_var(name), fix_regions(fused[name]))
-    return GroupModules(fused, unfused, name, (*inputs, *symbols))
+    return GroupModules(fused, _unfused(primitive, functions), name, inputs)
+
+
+def _taken_out(
+    mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan, groups: Iterable[PlannedGroup]
+) -> Iterator[tuple[relax.Function, tuple, dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc]]]:
+    """Each group as a function, the values of its parameters, and the PrimFuncs that it calls."""
+    rewriter, views = Rewriter(mod, graph, plan), group_views(graph, plan)
+    for group in groups:
+        _, (primitive, inputs, symbols) = rewriter.primitive(views[plan.groups.index(group)])
+        yield primitive, (*inputs, *symbols), {g: mod[g] for g in called(primitive)}
+
+
+def _unfused(
+    primitive: relax.Function, functions: Mapping[tvm.ir.GlobalVar, tvm.ir.BaseFunc]
+) -> tvm.IRModule:
+    plain = primitive.without_attr("Primitive").with_attr("global_symbol", "main")
+    return tvm.IRModule({**functions, tvm.ir.GlobalVar("main"): plain})
