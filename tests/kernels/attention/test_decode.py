@@ -65,6 +65,7 @@ CONFIGS = {
     "16 rows, head of 40": (Sizes(1, 4, 4, 4, 70, 40, 24), DecodeConfig(2, 1, 32, 2)),
     "two tiles, queries in memory": (Sizes(1, 2, 2, 13, 70, 128, 128), DecodeConfig(2, 1, 32, 2)),
     "chunks of rows": (Sizes(1, 2, 1, 50, 70, 64, 64), DecodeConfig(2, 2, 16, 2)),
+    "many queries of shared heads": (Sizes(1, 6, 2, 49, 70, 64, 64), DecodeConfig(2, 2, 16, 2)),
     "head of 256": (Sizes(1, 2, 2, 10, 70, 256, 256), SPLIT),
     "head of 34": (Sizes(1, 2, 2, 1, 70, 34, 22), SPLIT),
     "heads of 192 and 96": (Sizes(1, 2, 2, 10, 70, 192, 96), SPLIT),

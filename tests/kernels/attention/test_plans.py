@@ -4,10 +4,13 @@ spelling, and the reasons where it is not.
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from tvm import relax
 from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.frontends import load
 from tvm_fusion.ir.graph import build_graph
 from tvm_fusion.kernels.attention.kernel_class import AttentionClass
 from tvm_fusion.kernels.attention.roles import attention_cores
@@ -17,6 +20,7 @@ from tvm_fusion.plan.search.search import unfused_plan
 from tvm_fusion.transform.pipeline import lower
 
 from ...support.attention_cases import CASES
+from ...support.frontend_tools import Function
 from ...support.graphs import module, plan_of
 
 SIZES = {"B": 2, "H": 8, "M": 512, "N": 512, "D": 64, "E": 64}
@@ -90,6 +94,42 @@ def layers(count, also_weights=False):
 
     shapes = [((4, 256, 64), "float16")] + [((64, 64), "float16")] * (3 * count)
     return module(emit, *shapes)
+
+
+def expanded(x, groups):
+    b, h, n, d = x.shape
+    return x[:, :, None].expand(b, h, groups, n, d).reshape(b, h * groups, n, d)
+
+
+def of_expanded(q, k, v, mask):
+    k, v = expanded(k, 4), expanded(v, 4)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def of_grouped(q, k, v, mask):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def written_out(q, k, v, mask):
+    k, v = expanded(k, 4), expanded(v, 4)
+    scores = torch.where(mask, q @ k.transpose(2, 3) / 8, torch.finfo(q.dtype).min)
+    return F.softmax(scores, -1, dtype=torch.float32).to(q.dtype) @ v
+
+
+@pytest.mark.parametrize("queries", [1, 64], ids="{} queries".format)
+@pytest.mark.parametrize("attend", [of_expanded, of_grouped, written_out])
+def test_keys_of_grouped_heads_are_read_from_a_cache_where_they_lie(attend, queries):
+    def step(q, k, v, keys, values, start):
+        places = start + torch.arange(queries)
+        keys, values = keys.index_copy(2, places, k), values.index_copy(2, places, v)
+        return attend(q, keys, values, torch.arange(1024) <= places[:, None]), keys, values
+
+    q, k, cache = (
+        torch.zeros(1, h, n, 64).half() for h, n in ((32, queries), (8, queries), (8, 1024))
+    )
+    planned = plan_of(load(Function(step), (q, k, k, cache, cache, torch.tensor(3))))
+    assert len(attentions(planned)) == 1
+    assert max(g.bytes for g in planned.plan.groups) < 32 * 1024 * 64 * 2  # of all heads
 
 
 def test_every_layer_has_its_own():

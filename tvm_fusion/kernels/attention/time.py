@@ -210,11 +210,11 @@ def _mma(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTime]:
 
 def _decode(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTime]:
     from .decode.config import MAX_FEATURES
-    from .decode.problem import MAX_ROWS
+    from .decode.problem import MAX_QUERIES
     from .decode.rank import DecodeSizes, rank
 
     rows, units = shape.queries * shape.group, max(1, shape.batch // shape.group)
-    fits = rows <= MAX_ROWS and shape.features <= MAX_FEATURES
+    fits = shape.queries <= MAX_QUERIES and shape.features <= MAX_FEATURES
     if hw.arch < "sm_80" or shape.dtype not in HALF_DTYPES or not fits:
         return
     sides = shape.batch * shape.queries * (shape.terms + shape.features)

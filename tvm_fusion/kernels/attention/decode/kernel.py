@@ -110,9 +110,9 @@ def emit_attention_decode(
     Parameters
     ----------
     attention : Attention
-        At most 128 queries for each key head, heads that share keys and values counted as queries;
-        static numbers of queries, terms and features. Keys and values are plain half-precision
-        tensors, contiguous along the head; they may be gathered by pages.
+        At most 128 queries of each head; static numbers of queries, terms and features. Keys and
+        values are plain half-precision tensors, contiguous along the head; they may be gathered by
+        pages.
     hw : HardwareProfile
         A CUDA device of compute capability 8.0 or later; with clusters for a split of keys.
     config : DecodeConfig, optional

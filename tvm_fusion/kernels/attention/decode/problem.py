@@ -27,8 +27,9 @@ from ..read.model import Attention
 from ..tiled.source import Source, read_source
 from .config import MAX_FEATURES, block_rows
 
-MAX_ROWS = 128
-"""Rows of a unit; with more, the products decide and not the memory, and other kernels win."""
+MAX_QUERIES = 128
+"""Queries of an attention; with more, the products decide and not the memory, and other kernels
+win. Heads that share keys do not count: blocks take parts of a unit's rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +104,8 @@ def read_decode(attention: Attention, hw: HardwareProfile) -> DecodeProblem:
     sizes = [size_of(group) for group in (attention.queries, attention.terms, attention.features)]
     if not all(isinstance(size, int) for size in sizes):
         raise Unsupported("decode attention with a symbolic number of queries, or head size")
+    if attention.M > MAX_QUERIES:
+        raise Unsupported(f"decode attention of {attention.M} queries, more than {MAX_QUERIES}")
     if attention.E > MAX_FEATURES:
         raise Unsupported(f"{attention.E} features, more than {MAX_FEATURES}")
     k = read_source(attention, attention.k, "n", attention.terms, "keys")
@@ -110,10 +113,7 @@ def read_decode(attention: Attention, hw: HardwareProfile) -> DecodeProblem:
     units, shared, whole = _divide(attention, [k.offset, v.offset])
     row_vars = [*whole, *(axis.var for axis in (*shared, *attention.queries))]
     bounds = key_limits(attention, row_vars)
-    problem = DecodeProblem(attention, units, shared, whole, k, v, bounds)
-    if problem.rows > MAX_ROWS:
-        raise Unsupported(f"{problem.rows} queries for each key head, more than {MAX_ROWS}")
-    return problem
+    return DecodeProblem(attention, units, shared, whole, k, v, bounds)
 
 
 def _divide(
