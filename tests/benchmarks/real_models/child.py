@@ -1,14 +1,17 @@
 """One case, in this process: `python -m tests.benchmarks.real_models.child WHAT`.
 
 WHAT is the JSON of a `Work`. A line of JSON, the row without times, is printed when all compilers
-are done; when a line comes on stdin, the times are taken and the row is printed once more.
+are done; when a line comes on stdin, the times are taken and the row is printed once more. At
+SIGUSR1 the frames of all threads go to stderr.
 """
 
 import contextlib
+import faulthandler
 import fcntl
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -207,6 +210,7 @@ class DeviceLock:
 def _on_command_line(text: str) -> None:
     """Rows go to stdout, and whatever libraries print does not."""
     given = json.loads(text)
+    faulthandler.register(signal.SIGUSR1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import statistics
 import subprocess
@@ -27,6 +28,10 @@ from .models import CASES
 
 NAME = "real_models"
 READY_S, PATIENCE_S, TIMING_S = 300.0, 60.0, 90.0
+TOLD_S = 1.0  # in which a process writes down where it is
+CURRENT = "Current thread"  # of what faulthandler writes
+FRAME = re.compile(r'File "(.*)", line (\d+) in (\S+)')
+MOST_FRAMES = 8
 CHILD = (sys.executable, "-m", f"{__package__}.child")
 Said = Callable[..., None]
 
@@ -168,8 +173,9 @@ class _Crew:
                 self._end(name)
                 yield row
         for name in (*at_work, *waiting):
+            why = f"not compiled after {ready_s:.0f} s{self._place(name)}"
             self._end(name)
-            yield self._failed(name, f"not compiled after {ready_s:.0f} s")
+            yield self._failed(name, why)
         for name in names:
             if name in ready:
                 yield self._timed(name, ready[name])
@@ -217,7 +223,8 @@ class _Crew:
                 row = self._read(name, text) if text is not None else row
                 break
         if not row["wall_us"]:
-            row["failures"]["timing"] = self._why(name) or f"not done after {TIMING_S:.0f} s"
+            late = f"not done after {TIMING_S:.0f} s"
+            row["failures"]["timing"] = self._why(name) or late + self._place(name)
         self._end(name)
         return row
 
@@ -246,6 +253,21 @@ class _Crew:
         if process.returncode is None:
             return ""
         return f"it ended with {process.returncode}: {' '.join(lines[-2:])}"[-500:]
+
+    def _place(self, name: str) -> str:
+        """Where in its code a process is that takes too long, innermost first; empty if it does not
+        say so (see `child`).
+        """
+        process = self._processes.get(name)
+        if process is None:
+            return ""
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(TOLD_S)
+        told = (self._folder / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
+        frames = FRAME.findall(told.rpartition(CURRENT)[2]) if CURRENT in told else []
+        places = [f"{Path(path).name}:{number} {function}" for path, number, function in frames]
+        return f", in {' < '.join(places[:MOST_FRAMES])}" if places else ""
 
     def _end(self, name: str) -> None:
         process = self._processes.pop(name, None)
