@@ -160,3 +160,28 @@ def test_several_results_of_one_kernel_are_written_where_they_belong():
     with torch.no_grad():
         wanted = model.float()(x.float())
     torch.testing.assert_close(torch.tensor(found).float(), wanted, atol=5e-3, rtol=5e-3)
+
+
+class Decoder(nn.Module):
+    """A part of the concatenation is enlarged before, the other one is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = conv(8, 16), conv(16, 16), conv(32, 16)
+
+    def forward(self, x):
+        skip = F.silu(self.a(x))
+        deep = F.interpolate(F.silu(self.b(F.max_pool2d(skip, 2))), scale_factor=2.0)
+        return self.c(torch.cat([deep, skip], 1))
+
+
+def test_a_part_that_is_enlarged_is_written_where_it_belongs():
+    """Its elements are at other places than its input's, and at the pitch of the whole."""
+    model = Decoder().eval().half().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 8, 6, 10).half().to(memory_format=torch.channels_last)
+    plan = Planned.of(load(model, example_inputs=(x,)), GPU, HOPPER, POLICY)
+    assert any(g.kernel_class == JOIN for g in plan.plan.groups)
+    (found,) = EmulatedModule.of(plan)([x.numpy()])
+    with torch.no_grad():
+        wanted = model.float()(x.float())
+    torch.testing.assert_close(torch.tensor(found).float(), wanted, atol=5e-3, rtol=5e-3)

@@ -327,7 +327,7 @@ def _pointwise(analysis: _Analysis) -> Program:
         space = pointwise_space(analysis.blocks, analysis.definition(waiting[0]))
         fitting = [i for i in waiting if space.is_element(analysis.definition(i).shape)]
         program = analysis.program(space, fitting)
-        scattered = _scattered(program, space)
+        scattered = _scattered(analysis, program, space)
         if scattered:
             fitting = [i for i in fitting if i not in scattered]
             program = analysis.program(space, fitting)
@@ -336,7 +336,7 @@ def _pointwise(analysis: _Analysis) -> Program:
     return dataclasses.replace(parts[0], siblings=tuple(parts[1:]))
 
 
-def _scattered(program: Program, space: Space) -> set[int]:
+def _scattered(analysis: _Analysis, program: Program, space: Space) -> set[int]:
     """Outputs that share nothing with the space but their size.
 
     Computed in the linear order of the space, they read their inputs all over the place. What stays
@@ -346,7 +346,7 @@ def _scattered(program: Program, space: Space) -> set[int]:
     definitions = program.placeholders()
     found = set()
     for output in program.outputs:
-        if space.has_axes(program.params[output.param].shape):
+        if space.has_axes(analysis.definition(output.param).shape):
             continue
         used = reachable(output.value, definitions)
         loads = (item for item in used if isinstance(item, Tile | Scalar | Element))
