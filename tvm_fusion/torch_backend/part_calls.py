@@ -304,9 +304,8 @@ class _Run:
         """
         self._module, self._made, self._device = module, made, device
         self.in_place = made.in_place.keys()
-        updated = {result for _, result in updates}
         module.unread = frozenset(result for i, result in updates if i in made.in_place)
-        self._shared = [i for i, own in enumerate(module.own) if not own and i not in updated]
+        self._shared = [i for i, own in enumerate(module.own) if not own and i not in module.unread]
         numbers = [i for i, _ in made.tensors]
         self._pick = picker(numbers)
         self._is_plain = not made.sizes and not made.lies_elsewhere(device)

@@ -36,7 +36,6 @@ from tvm_fusion.frontends.torch.graphs import is_size
 from tvm_fusion.frontends.torch.importer import Importer, refuse_random
 from tvm_fusion.frontends.torch.model import CONVERTERS
 from tvm_fusion.frontends.torch.refusals import NO_CONVERTER, Refused
-from tvm_fusion.frontends.torch.written.writes import chain_of_writes
 from tvm_fusion.torch_backend.layouts import memory_order
 
 _aten = torch.ops.aten
@@ -244,22 +243,29 @@ def _put_back_writes(graph: fx.Graph, inputs: Sequence[str]) -> None:
 
 def _take_over_writes(call: fx.Node, part: fx.GraphModule) -> tuple[tuple[int, int], ...]:
     """Leave to a part what it alone reads and writes; see `Partition.updates`."""
-    placeholders = part.graph.find_nodes(op="placeholder")
     (results,) = part.graph.output_node().args
     found = []
     for given in [user for user in call.users if user.target is operator.getitem]:
-        number = given.args[1]
-        input_, *writes = chain_of_writes(results[number]) or [None]
-        if not writes or input_ not in placeholders:
+        number, users = given.args[1], list(given.users)
+        if len(users) != 1 or users[0].target is not _aten.copy_.default:
             continue
-        place = placeholders.index(input_)
-        written = call.args[place]
+        copy_ = users[0]
+        written = copy_.args[0]
         readers = {user for user in written.users if not is_size(user)}
-        (copy_, *others) = given.users
-        if copy_.target is _aten.copy_.default and not others and readers == {call, copy_}:
-            found.append((place, number))
+        if readers == {call, copy_} and _replaces(results[number], written):
+            found.append((call.args.index(written), number))
             call.graph.erase_node(copy_)
     return tuple(found)
+
+
+def _replaces(value: fx.Node, written: fx.Node) -> bool:
+    """Whether what a part computes is a value for each element of an input."""
+    new, old = value.meta["val"], written.meta["val"]
+    if written.op != "placeholder" or _root(value).op == "placeholder":
+        return False
+    if not all(isinstance(n, int) for n in (*old.shape, *new.shape)):
+        return False
+    return (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device)
 
 
 def _write_at_once(graph: fx.Graph) -> None:
