@@ -115,7 +115,7 @@ def _some_rows(bb, x, w):
     return bb.emit_te(sums_of_runs((16, 1)), part)
 
 
-@pytest.mark.parametrize("emit", [_summed((8, 1)), _summed((2, 8, 1), (8, 6, 64)), _some_rows])
+@pytest.mark.parametrize("emit", [_summed((32, 1)), _summed((2, 8, 1), (8, 6, 64)), _some_rows])
 def test_other_sums_are_refused(emit):
     func = fuse(emit, ((48, 64), HALF), ((64, 64), HALF))
     with pytest.raises(Unsupported):

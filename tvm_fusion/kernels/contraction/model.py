@@ -15,8 +15,8 @@ of the PrimFunc's own parameters. Half precision is widened: loads stand under a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import tvm
 from tvm import tirx
@@ -167,13 +167,45 @@ RUN_ROWS = 16
 """Rows of a run whose columns are reduced: those that a warp has of a tensor core's sums."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Finish:
+    """What is stored of a reduction: `value` over the axes of the segment, `bindings`, computed in
+    order, and `reduced`, which stands for the reduction.
+    """
+
+    reduced: Var
+    bindings: tuple[Binding, ...]
+    value: Expr
+
+    def map(self, change: Callable[[Expr], Expr]) -> Finish:
+        """The same with all expressions changed."""
+        bindings = tuple(Binding(b.var, change(b.value)) for b in self.bindings)
+        return Finish(self.reduced, bindings, change(self.value))
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnPartial:
-    """A reduction ("sum" or "max") of each run of `RUN_ROWS` rows of a column, as far as there are
-    rows.
+    """A reduction ("sum" or "max") of runs of `rows` rows of a column: `RUN_ROWS` of them, or fewer
+    that lie within as many, such as 2 x 2 positions of an image.
+
+    The rows of a run differ in `bits` of their numbers, where a form of a kernel has set these.
+    Where runs are `whole` no term is missing of any; else terms are as many as there are rows. Runs
+    of rows behind the last one that is stored are not `inside`, a condition over the axes of the
+    segment. Of a reduction with a `finish`, that is stored.
     """
 
     kind: str
+    rows: int = RUN_ROWS
+    whole: bool = False
+    inside: Expr | None = None
+    finish: Finish | None = None
+    bits: tuple[int, ...] = ()
+
+    def map(self, change: Callable[[Expr], Expr]) -> ColumnPartial:
+        """The same with all expressions changed."""
+        inside = None if self.inside is None else change(self.inside)
+        finish = None if self.finish is None else self.finish.map(change)
+        return replace(self, inside=inside, finish=finish)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,6 +221,13 @@ class Output:
     value: Expr
     dtype: str
     partial: RowPartial | ColumnPartial | None = None
+
+    def map(self, change: Callable[[Expr], Expr]) -> Output:
+        """The same with all expressions changed."""
+        indices, partial = tuple(map(change, self.indices)), self.partial
+        if isinstance(partial, ColumnPartial):
+            partial = partial.map(change)
+        return replace(self, indices=indices, value=change(self.value), partial=partial)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -381,5 +420,6 @@ def _reduced(output: Output) -> str:
     """``sum over runs of 128 columns of value``."""
     partial = output.partial
     if isinstance(partial, ColumnPartial):
-        return f"{partial.kind} over runs of {RUN_ROWS} rows of {output.value}"
+        found = f"{partial.kind} over runs of {partial.rows} rows of {output.value}"
+        return found if partial.finish is None else f"{partial.finish.value} of the {found}"
     return f"{partial.kind} over runs of {partial.width} columns of {output.value}"

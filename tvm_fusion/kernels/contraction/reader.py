@@ -277,6 +277,8 @@ class _Builder:
             elif result.terms:
                 result.place = simplify(substitute(result.axes[-1].var, env))
                 result.terms = {v: simplify(substitute(e, env)) for v, e in result.terms.items()}
+            if result.over_rows is not None:
+                result.over_rows = result.over_rows.map(lambda e, env=env: substitute(e, env))
             for buffer, read in result.reads.items():
                 self._place_sum(
                     self.sums[buffer], [simplify(substitute(i, env)) for i in read], axes
@@ -352,7 +354,7 @@ class _Builder:
                 r.param,
                 r.position,
                 value,
-                r.definition.dtype,
+                r.dtype,
                 partial_of(r),
             )
             for r, value in zip(results, roots, strict=True)

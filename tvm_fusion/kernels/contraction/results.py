@@ -5,8 +5,8 @@ y[b, s, c] = T[b, c // 64, s, c % 64]      the output y reads the sum T at funct
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
@@ -26,11 +26,12 @@ from ..program.expr import (
     widened,
 )
 from ..program.program import Extent, ReduceKind
-from .inline import Inliner
+from .inline import Inliner, collapse
 from .model import (
     INDEX,
     Axis,
     ColumnPartial,
+    Finish,
     RowPartial,
     Simplifier,
     equal_sizes,
@@ -163,23 +164,30 @@ class _Readers:
 _KINDS = (ReduceKind.SUM, ReduceKind.MAX)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Finished:
+    """What is pointwise in a reduction over runs of rows, `definition`."""
+
+    definition: Definition
+    run: RowRun
+
+
 def sums_and_partials(
     definitions: Sequence[Definition],
-) -> tuple[list[Definition], dict[Var, Axis | RowRun]]:
+) -> tuple[list[Definition], dict[Var, Axis | RowRun | Finished]]:
     """The products, and the reductions of what comes of a product by what they write: the axis of
-    columns that one reduces, or its runs of rows. Any other reduction is refused.
+    columns that one reduces, or its runs of rows; also what is pointwise in one over rows. Any
+    other reduction is refused.
     """
     sums: list[Definition] = []
-    partials: dict[Var, Axis | RowRun] = {}
+    partials: dict[Var, Axis | RowRun | Finished] = {}
     after: set[Var] = set()  # products, and what is pointwise in them
     for definition in definitions:
         loads = loads_of(definition.value)
-        for partial in partials:
-            if any(load.source.same_as(partial) for load in loads):
-                raise Unsupported(
-                    f"{partial.name} is no sum of products, and {definition.buffer.name} reads it"
-                )
-        if definition.kind is None:
+        read = list(dict.fromkeys(load.source for load in loads if load.source in partials))
+        if read:
+            partials[definition.buffer] = _finished(definition, read, partials, definitions)
+        elif definition.kind is None:
             if any(load.source in after for load in loads):
                 after.add(definition.buffer)
         elif _reduces_product(definition, loads, after):
@@ -189,6 +197,30 @@ def sums_and_partials(
             sums.append(definition)
             after.add(definition.buffer)
     return sums, partials
+
+
+def _finished(
+    definition: Definition,
+    read: Sequence[Var],
+    partials: Mapping[Var, Axis | RowRun | Finished],
+    definitions: Sequence[Definition],
+) -> Finished:
+    """A definition that reads a reduction, as pointwise in it.
+
+    Raises
+    ------
+    Unsupported
+        It reduces once more, or reads another kind of reductions, or several.
+    """
+    first = read[0]
+    known = partials[first]
+    if len(read) > 1 or definition.kind is not None or isinstance(known, Axis):
+        raise Unsupported(
+            f"{first.name} is no sum of products, and {definition.buffer.name} reads it"
+        )
+    if isinstance(known, Finished):
+        return known
+    return Finished(next(d for d in definitions if d.buffer.same_as(first)), known)
 
 
 def _reduces_product(definition: Definition, loads: list[TensorLoad], after: set[Var]) -> bool:
@@ -228,10 +260,9 @@ def run_point(definition: Definition, indices: tuple[Expr, ...], run: Expr) -> d
 
 def partial_of(result: Result) -> RowPartial | ColumnPartial | None:
     """The model's word for a result that is a reduction."""
-    kind = result.definition.kind
-    if result.terms:
-        return ColumnPartial(kind.value)
-    return None if result.run is None else RowPartial(kind.value, result.run.extent)
+    if result.run is None:
+        return result.over_rows
+    return RowPartial(result.definition.kind.value, result.run.extent)
 
 
 def follows_columns(
@@ -274,8 +305,8 @@ class Result:
 
     A partial has one coordinate more, `run` (the term of its reduction), which is at `place` of the
     segment; one of runs of rows has the coordinates of the elements it reads, the last of which is
-    at `place`, and the terms that they are. Of a sum that it reads at `pairs` of points, `reads`
-    has one of each.
+    at `place`, and the axes of its terms, and is what `over_rows` says. Of a sum that it reads at
+    `pairs` of points, `reads` has one of each. `dtype` is that of what is stored.
     """
 
     definition: Definition
@@ -288,6 +319,8 @@ class Result:
     place: Expr | None = None
     pairs: dict[Var, Pair] = field(default_factory=dict)
     terms: dict[Var, Expr] = field(default_factory=dict)
+    over_rows: ColumnPartial | None = None
+    dtype: str = ""
 
     @property
     def is_partial(self) -> bool:
@@ -297,8 +330,7 @@ class Result:
     def value(self, inliner: Inliner, indices: Position, run: Expr | None) -> Expr:
         """The element at `indices`; of a partial, the term of its reduction at `run`."""
         if self.terms:
-            env = self.definition.at(indices) | self.terms
-            return inliner.resolve(self.definition.value, env)
+            return inliner.resolve(self.definition.value, self.terms)
         if self.run is None:
             return inliner.load(self.definition.buffer, indices)
         return inliner.resolve(self.definition.value, run_point(self.definition, indices, run))
@@ -309,17 +341,18 @@ def read_result(
     param: int,
     definitions: dict[Var, Definition],
     exact: bool,
-    run: Axis | RowRun | None,
+    run: Axis | RowRun | Finished | None,
 ) -> Result:
     """Which sums an output reads, at which functions of its own indices."""
-    if isinstance(run, RowRun):
-        axes, indices, terms, run = list(run.axes), run.indices, dict(run.terms), None
-    else:
+    if isinstance(run, Axis | None):
         axes, indices = coordinates(definition.shape, "o")
-        terms = {}
-    if run is not None:
-        axes.append(run)
-    result = Result(definition, param, axes, indices, run, terms=terms)
+        axes += [] if run is None else [run]
+        result = Result(definition, param, axes, indices, run, dtype=definition.dtype)
+    elif isinstance(run, RowRun):
+        result = _over_rows(definition, param, run)
+    else:
+        result = _finished_result(definition, param, run, definitions, exact)
+    definition, axes, indices, run = result.definition, result.axes, result.indices, result.run
 
     reads: dict[Var, list[Read]] = {}
 
@@ -340,6 +373,69 @@ def read_result(
     if not result.reads:
         raise Unsupported(f"{definition.buffer.name} does not depend on a product")
     return result
+
+
+def _over_rows(definition: Definition, param: int, run: RowRun) -> Result:
+    partial = ColumnPartial(definition.kind.value, run.rows, run.whole, run.inside)
+    return Result(
+        definition,
+        param,
+        list(run.axes),
+        run.indices,
+        terms=definition.at(run.indices) | run.terms,
+        over_rows=partial,
+        dtype=definition.dtype,
+    )
+
+
+def _finished_result(
+    definition: Definition,
+    param: int,
+    found: Finished,
+    definitions: Mapping[Var, Definition],
+    exact: bool,
+) -> Result:
+    """An output that is pointwise in a reduction over runs of rows, told over the elements of that;
+    nothing else is read.
+    """
+    reduction, run = found.definition, found.run
+    reads: list[Position] = []
+    axes, indices = coordinates(definition.shape, "o")
+
+    def note(read: Definition, at: Position) -> Expr:
+        reads.append(at)
+        return fresh_var(read.buffer.name, widened(read.dtype))
+
+    Inliner(definitions, exact, Simplifier(axes), note).load(definition.buffer, indices)
+    if not all(same(a, b) for at in reads for a, b in zip(reads[0], at, strict=True)):
+        raise Unsupported(f"{reduction.buffer.name} is read at several points of an output")
+    why = f"{definition.buffer.name} is no rearrangement of {reduction.buffer.name}"
+    env = _inverse(axes, zip(reads[0], run.indices, strict=True), why)
+    simplify = Simplifier(run.inner)
+    place = tuple(simplify(substitute(index, env)) for index in indices)
+    reduced = fresh_var("reduced", widened(reduction.dtype))
+
+    def read_reduced(read: Definition, at: Position) -> Expr:
+        if not read.buffer.same_as(reduction.buffer):
+            raise Unsupported(f"{definition.buffer.name} reads a product and a reduction of it")
+        return reduced
+
+    inliner = Inliner(definitions, exact, simplify, read_reduced)
+    (value,), bindings = collapse([inliner.load(definition.buffer, place)], inliner.bindings)
+    if any(loads_of(e) for e in (value, *(b.value for b in bindings))):
+        raise Unsupported(f"{definition.buffer.name} reads other tensors behind a reduction")
+    result = _over_rows(reduction, param, run)
+    result.indices, result.dtype = place, definition.dtype
+    finish = Finish(reduced, bindings, value).map(lambda e: _simple(e, simplify))
+    result.over_rows = replace(result.over_rows, finish=finish)
+    return result
+
+
+def _simple(expr: Expr, simplify: Simplifier) -> Expr:
+    """An expression whose integers are simplified, such as the number of elements of a window."""
+    if dtype_of(expr) == INDEX:
+        return simplify(expr)
+    return expr if isinstance(expr, Var) else rebuild(expr, lambda e: _simple(e, simplify))
 
 
 def _at_one_point(reads: Sequence[Read]) -> bool:
@@ -366,16 +462,17 @@ def inverted(result: Result, base: Sum, axes: Sequence[Axis]) -> dict[Var, Expr]
     reads = result.reads[base.definition.buffer]
     if not equal_sizes(size_of(result.axes), size_of(axes)):
         raise Unsupported(why)
-    moved = [
-        (read, at) for read, at in zip(reads, base.position, strict=True) if number(at) is None
-    ]
-    own = [axis.var for axis in result.axes]
+    return _inverse(result.axes, zip(reads, base.position, strict=True), why)
+
+
+def _inverse(axes: Sequence[Axis], pairs: Iterable[tuple[Expr, Expr]], why: str) -> dict[Var, Expr]:
+    """The axes as functions of what their functions are at: of the second of each pair."""
+    moved = [(read, at) for read, at in pairs if number(at) is None]
+    own = [axis.var for axis in axes]
     plain = {read: at for read, at in moved if isinstance(read, Var)}
     if len(plain) == len(moved) == len(own):
         return plain
-    extents = [
-        constant(a.extent, INDEX) if isinstance(a.extent, int) else a.extent for a in result.axes
-    ]
+    extents = [constant(a.extent, INDEX) if isinstance(a.extent, int) else a.extent for a in axes]
     try:
         inverse = tirx.IndexMap(own, [read for read, _ in moved], None).inverse(extents)
     except RuntimeError as error:

@@ -3,16 +3,17 @@
     T[i, j] = sum_k x[i, k] * w[k, j]        h[i, j] = relu(T[i, j])
     p[t, j] = sum over r < 16 of h[16 t + r, j]    where 16 t + r < 100, else of 0
 
-A run may be a block of several axes, such as 2 x 8 positions of an image. The last runs along an
-axis reach beyond it, where terms are neutral. The reduction is told over the elements of what it
-reads: each goes to p[i // 16, j].
+A run may be a block of several axes, such as 2 x 8 positions of an image, or of fewer rows, such as
+2 x 2 positions that are pooled. The last runs along an axis reach beyond it, where terms are
+neutral; or there is none behind the last whole one. The reduction is told over the elements of what
+it reads: each goes to p[i // 16, j], which of the last ones may be no element of p.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tvm
 import tvm_ffi
@@ -21,7 +22,15 @@ from tvm.ir import Expr, TensorLoad, Var
 
 from ...errors import Unsupported
 from ..program.definitions import Definition, shape_of
-from ..program.expr import constant, is_if_then_else, number, same, substitute, variables
+from ..program.expr import (
+    conjunction,
+    constant,
+    is_if_then_else,
+    number,
+    same,
+    substitute,
+    variables,
+)
 from ..program.program import ReduceKind
 from .model import (
     INDEX,
@@ -36,6 +45,9 @@ from .model import (
 
 _KINDS = (ReduceKind.SUM, ReduceKind.MAX)
 
+WINDOW_ROWS = tuple(1 << bits for bits in range(1, RUN_ROWS.bit_length()))
+"""Rows of runs that lie within `RUN_ROWS`."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowRun:
@@ -46,11 +58,24 @@ class RowRun:
     axes : of the elements.
     indices : of the result that an element goes to.
     terms : which term of it an element is: the reduced axes.
+    inner : the axes without elements behind the last whole run.
+    rows : of a run.
+    whole : no run reaches beyond the elements.
     """
 
     axes: tuple[Axis, ...]
     indices: tuple[Expr, ...]
     terms: Mapping[Var, Expr]
+    inner: tuple[Axis, ...]
+    rows: int
+    whole: bool
+
+    @property
+    def inside(self) -> Expr | None:
+        """The condition under which an element is a term; None where all are."""
+        pairs = zip(self.axes, self.inner, strict=True)
+        cut = [own for axis, own in pairs if own.extent < axis.extent]
+        return conjunction(*(axis.var < constant(axis.extent, INDEX) for axis in cut))
 
 
 def find_row_run(definition: Definition, after: Set[Var]) -> RowRun | None:
@@ -62,7 +87,7 @@ def find_row_run(definition: Definition, after: Set[Var]) -> RowRun | None:
     if definition.kind not in _KINDS or not all(isinstance(n, int) for n in extents):
         return None
     loads = [load for load in loads_of(definition.value) if load.source in after]
-    if math.prod(extents) != RUN_ROWS or not loads:
+    if math.prod(extents) not in WINDOW_ROWS or not loads:
         return None
     first = loads[0].indices
     if not all(same(a, b) for load in loads for a, b in zip(first, load.indices, strict=True)):
@@ -87,6 +112,8 @@ class _Reader:
         self.spatial = {axis: n for axis, n in axes if axis is not None}
         self.reduced = dict(definition.reduced)
         self.at: dict[Var, Expr] = {}
+        self.inner: list[Axis] = []
+        self.whole = True
         for var, extent in (*self.spatial.items(), *self.reduced.items()):
             if extent == 1:
                 self.at[var] = constant(0, INDEX)
@@ -109,7 +136,9 @@ class _Reader:
         indices = [
             constant(0, INDEX) if axis is None else self.at[axis] for axis in self.definition.axes
         ]
-        return RowRun(tuple(axes), tuple(indices), {v: self.at[v] for v in self.reduced})
+        terms = {v: self.at[v] for v in self.reduced}
+        rows = math.prod(self.reduced.values())
+        return RowRun(tuple(axes), tuple(indices), terms, tuple(self.inner), rows, self.whole)
 
     def _simple(self, index: Expr) -> Expr:
         return tvm.sym.Analyzer().simplify(substitute(index, self.at))
@@ -137,8 +166,11 @@ class _Reader:
             return False
         height = self.reduced[inner[0]] if inner else 1
         count = self.spatial[outer[0]] if outer else 1
-        if count != -(-axis.extent // height) or any(var in self.at for var in steps):
+        counts = axis.extent // height, -(-axis.extent // height)
+        if count not in counts or any(var in self.at for var in steps):
             return False
+        self.inner.append(replace(axis, extent=min(axis.extent, count * height)))
+        self.whole &= count * height <= axis.extent
         expected = {**dict.fromkeys(outer, height), **dict.fromkeys(inner, 1)}
         if expected != dict(steps):
             return False
@@ -159,10 +191,10 @@ def _reduces_all(definition: Definition, run: RowRun) -> bool:
         return False
     if not is_if_then_else(value):
         size = math.prod(n for axis, n in zip(definition.axes, definition.shape, strict=True))
-        return size * RUN_ROWS == size_of(run.axes)
+        return size * run.rows == size_of(run.inner)
     condition, _, other = value.args
     env = definition.at(run.indices) | run.terms
-    inside = Simplifier(run.axes)(substitute(condition, env))
+    inside = Simplifier(run.inner)(substitute(condition, env))
     return number(inside) == 1 and is_neutral(definition.kind, other, definition.dtype)
 
 
@@ -176,34 +208,57 @@ def is_neutral(kind: ReduceKind, value: Expr, dtype: str) -> bool:
     return found is not None and found <= number(tirx.min_value(dtype))
 
 
-def check_row_runs(outputs: Sequence[Output], m: Sequence[Axis], others: Sequence[Axis]) -> None:
-    """Refuses reductions of other rows than runs of `RUN_ROWS` from the first one of `m` on.
-
-    `others` are the axes of the batch and of columns.
+def with_row_bits(
+    outputs: Sequence[Output], m: Sequence[Axis], others: Sequence[Axis]
+) -> tuple[Output, ...]:
+    """Outputs whose reductions of rows know by which bits rows of a run differ; `others` are the
+    axes of the batch and of columns.
 
     Raises
     ------
     Unsupported
+        Reductions of other rows than runs within `RUN_ROWS` from the first one of `m` on.
     """
+    found = []
     for output in outputs:
-        reduces = isinstance(output.partial, ColumnPartial)
-        if reduces and not _follows_rows(output.indices, m, others):
-            raise Unsupported(f"a reduction of rows that are no {RUN_ROWS} side by side")
+        partial = output.partial
+        if isinstance(partial, ColumnPartial):
+            bits = _row_bits(output.indices, m, others, partial.rows)
+            if bits is None:
+                rows = f"{partial.rows} within {RUN_ROWS} side by side"
+                raise Unsupported(f"a reduction of rows that are no {rows}")
+            output = replace(output, partial=replace(partial, bits=bits))
+        found.append(output)
+    return tuple(found)
 
 
-def _follows_rows(indices: Sequence[Expr], m: Sequence[Axis], others: Sequence[Axis]) -> bool:
-    """Whether the indices of a reduction are those of one element for each run."""
-    rows = size_of(m)
-    if not isinstance(rows, int):
-        return False
+def _row_bits(
+    indices: Sequence[Expr], m: Sequence[Axis], others: Sequence[Axis], rows: int
+) -> tuple[int, ...] | None:
+    """The bits of a row's number in which the rows of a run differ, where these are bits of its
+    number in a block of `RUN_ROWS`; `indices` are those of the result that a row goes to.
+    """
+    count = size_of(m)
+    if not isinstance(count, int):
+        return None
     first, place = fresh_var("first", INDEX), fresh_var("place", INDEX)
-    runs = [Axis(first, -(-rows // RUN_ROWS)), Axis(place, RUN_ROWS)]
-    simplify = Simplifier([*others, *runs])
-    start = first * constant(RUN_ROWS, INDEX)
-    inside, before = (_coordinates(m, row) for row in (start + place, start))
-    return all(
-        same(simplify(substitute(i, inside)), simplify(substitute(i, before))) for i in indices
-    )
+    axes = [Axis(first, -(-count // RUN_ROWS)), Axis(place, RUN_ROWS)]
+    simplify = Simplifier([*others, *axes])
+    env = _coordinates(m, first * constant(RUN_ROWS, INDEX) + place)
+    found = [simplify(substitute(index, env)) for index in indices]
+    results = [
+        [simplify(substitute(index, {place: constant(row, INDEX)})) for index in found]
+        for row in range(RUN_ROWS)
+    ]
+
+    def is_one(bit: int) -> bool:
+        """Whether rows that differ in this bit go to one result."""
+        lower = (row for row in range(RUN_ROWS) if not row >> bit & 1)
+        pairs = (zip(results[row], results[row | 1 << bit], strict=True) for row in lower)
+        return all(same(a, b) for pair in pairs for a, b in pair)
+
+    bits = tuple(filter(is_one, range(RUN_ROWS.bit_length() - 1)))
+    return bits if 1 << len(bits) == rows else None
 
 
 def _coordinates(m: Sequence[Axis], row: Expr) -> dict[Var, Expr]:

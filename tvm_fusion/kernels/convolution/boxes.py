@@ -21,7 +21,8 @@ def box_shape(
 ) -> tuple[int, ...]:
     """Positions of a box of 64 along each window: the fewest boxes; of these, none that reaches
     beyond a window of one position, if that can be, and what reads the least data with all taps.
-    With `run` a box holds whole blocks of so many positions, each of which are rows side by side.
+    With `run` a box holds whole blocks of so many positions, each of which lies in `RUN_ROWS` rows
+    side by side.
 
     Only waste counts: on an H200, 2026-11-23, boxes of 8 x 8, 4 x 4 x 4, 2 x 2 x 16 and 1 x 2 x 32
     take 155.4 to 155.9 us for 56 x 56 positions of 32 images, all without waste.
@@ -57,11 +58,14 @@ def box_shape(
 
 
 def holds_runs(shape: Sequence[int], run: Sequence[int]) -> bool:
-    """Whether blocks of `run` positions divide a box, and lie in it as positions side by side."""
+    """Whether blocks of `run` positions divide a box, each within `RUN_ROWS` positions side by side
+    of it: in a box of 8 x 8, blocks of 2 x 2 lie in two lines.
+    """
     if any(n % height for n, height in zip(shape, run, strict=True)):
         return False
-    outermost = next((i for i, height in enumerate(run) if height > 1), len(run))
-    return shape[outermost + 1 :] == tuple(run[outermost + 1 :])
+    steps = (math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    pairs = zip(steps, run, strict=True)
+    return all(height == 1 or step * height <= RUN_ROWS for step, height in pairs)
 
 
 def boxes_of(sizes: Sequence[int], strides: Sequence[int], run: Sequence[int] | None = None) -> int:

@@ -311,10 +311,7 @@ class Put:
 
     def segment(self, segment: Segment) -> Segment:
         """The segment with what stands behind its products over other axes."""
-        outputs = tuple(
-            replace(o, indices=tuple(map(self, o.indices)), value=self(o.value))
-            for o in segment.outputs
-        )
+        outputs = tuple(output.map(self) for output in segment.outputs)
         return replace(segment, bindings=self._bindings(segment.bindings), outputs=outputs)
 
     def _bindings(self, bindings: Sequence[Binding]) -> tuple[Binding, ...]:

@@ -36,7 +36,7 @@ from ..contraction.model import (
     Simplifier,
     fresh_var,
 )
-from ..contraction.row_runs import check_row_runs
+from ..contraction.row_runs import with_row_bits
 from ..contraction.windows import Window
 from ..forms import Ranked
 from ..gemm.epilogue import EpilogueLoad, take_loads
@@ -315,7 +315,8 @@ class _Part:
         m, env = self._rows()
         boxed = Put(env, Simplifier([*self.batch, *m, *self.n])).segment(plain)
         groups = {"batch": self.batch, "m": m, "n": self.n}
-        check_row_runs(boxed.outputs, m, (*self.batch, *self.n))
+        outputs = with_row_bits(boxed.outputs, m, (*self.batch, *self.n))
+        boxed = replace(boxed, outputs=outputs)
         bindings, outputs, loads = take_loads(convolution.contraction, boxed, groups)
         data, prologue, parts = self._data()
         found = HopperSegment(
@@ -450,6 +451,10 @@ def _run(convolution: Convolution, reduced: Sequence[Output]) -> tuple[int, ...]
         while height < min(RUN_ROWS, window.size) and place(axis, height) == place(axis, 0):
             height *= 2
         found.append(height)
+    short = [i for i, n in enumerate(found) if n >= convolution.windows[i].size]
+    if short:  # a run reaches beyond a window of fewer positions
+        rows = max(output.partial.rows for output in reduced)
+        found[short[0]] *= max(1, rows // math.prod(found))
     return tuple(found)
 
 

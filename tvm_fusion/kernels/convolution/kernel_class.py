@@ -5,7 +5,8 @@ pointwise work in front of it, on the data (see `computed`).
 One, two or three dimensions and any number of others; any stride, padding, dilation and number of
 groups, transposed ones too; any layout of data, weights and results. Which blocks are one is asked
 of access maps: data that is read at a window, where an axis of the sum is a filter's tap. On Hopper
-results may be reduced over blocks of 16 positions, too (see `gemm.partials`).
+results may be reduced over blocks of 16 positions, too (see `gemm.partials`), or over windows that
+lie beside each other (see `pooling`).
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from ...plan.refusal import Refusal, RefusalCode
 from ..base import FIXED_SIZES, Fit
 from ..cpu.nest_class import Nest
 from ..forms import Writer
-from ..gemm.partials import RowRuns, refuse_partials, row_runs, writes_partials
+from ..gemm.partials import RowRuns, writes_partials
 from ..group.footprint import points
 from ..group.gathers import refuse_gathers
 from ..group.traffic import filled_by_threads, memory_traffic
 from .blocks import data_and_weights, enlarged_cores, is_convolution, moved_before
 from .computed import computes_data, front_of
 from .launch import RIM_FILTERS, predict, sizes_of, takes_repeats
+from .pooling import refuse_windows, windows_of
 from .transform import LEAST_CHANNELS, LEAST_FILTERS, RATE, TAPS
 
 SHARE_OF_FEW_FILTERS = 0.4
@@ -84,10 +86,8 @@ class ConvolutionClass(Nest):
         if block is None:
             return group.refuse(RefusalCode.REDUCTION, "the group holds no convolution")
         further = self.reduced_further(group, hw)
-        if further:
-            partials = [b for b in group.blocks if id(b) in further]
-            if refusal := refuse_partials(group, _columns(block), partials, hw, further):
-                return refusal
+        if hw.kind == "cuda" and (refusal := refuse_windows(group, block, hw, further)):
+            return refusal
         fit = super().accepts(group, hw, policy)
         if isinstance(fit, Refusal) or hw.kind != "cuda":
             return fit
@@ -117,14 +117,16 @@ class ConvolutionClass(Nest):
         return found
 
     def reduced_further(self, group: GroupView, hw: HardwareProfile) -> Mapping[int, RowRuns]:
-        """Reductions over blocks of positions of each filter, for a kernel that finishes them."""
+        """Reductions over blocks of positions of each filter, for a kernel that finishes them, or
+        over windows, with what is pointwise in those.
+        """
         found = [b for b in group.blocks if is_convolution(b)]
         if not writes_partials(hw) or len(found) != 1:
             return {}
         (block,) = found
         shape = group.graph.tensors[block.writes[0].tensor].shape
         others = [b for b in group.blocks if b.reduction is not None and b is not block]
-        runs = row_runs(group, _columns(block), others)
+        runs = windows_of(group, _columns(block), others)
         return {key: run for key, run in runs.items() if run.shape == tuple(shape)}
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:

@@ -18,6 +18,7 @@ from ...ir.access import Affine, AxisKind, Block, Index, Reduction
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..contraction.model import RUN_ROWS
+from ..contraction.row_runs import WINDOW_ROWS
 from ..group.footprint import is_identity
 from ..group.read_order import plain_axes
 
@@ -49,22 +50,29 @@ class RowRuns:
 
 
 def row_runs(
-    group: GroupView, columns: Mapping[int, frozenset[int]], blocks: Sequence[Block]
+    group: GroupView,
+    columns: Mapping[int, frozenset[int]],
+    blocks: Sequence[Block],
+    windows: bool = False,
 ) -> dict[int, RowRuns]:
-    """Those of the reductions `blocks` that are over runs of rows of products, by `id`.
+    """Those of the reductions `blocks` that are over runs of rows of products, by `id`; with
+    `windows`, of whole runs of fewer rows, too.
 
     `columns` are the axes of columns of each product, by the `id` of its block.
     """
     found, counts = {}, _column_counts(group, columns) if blocks else {}
     for block in blocks:
-        runs = _row_runs(group, block, counts)
+        runs = _row_runs(group, block, counts, windows)
         if runs is not None:
             found[id(block)] = runs
     return found
 
 
-def _row_runs(group: GroupView, block: Block, columns: Mapping[int, int]) -> RowRuns | None:
-    if block.reduction is not Reduction.SUM or len(block.reads) != 1:
+def _row_runs(
+    group: GroupView, block: Block, columns: Mapping[int, int], windows: bool
+) -> RowRuns | None:
+    kinds = KINDS if windows else (Reduction.SUM,)
+    if block.reduction not in kinds or len(block.reads) != 1:
         return None
     (read,) = block.reads
     shape, extents = group.graph.tensors[read.tensor].shape, [a.extent for a in block.axes]
@@ -72,15 +80,18 @@ def _row_runs(group: GroupView, block: Block, columns: Mapping[int, int]) -> Row
         return None
     if not all(isinstance(n, int) for n in (*shape, *extents)):
         return None
-    heights = [_height(block, index, n) for index, n in zip(read.index, shape, strict=True)]
-    if None in heights or heights[-1] != 1 or math.prod(heights) != RUN_ROWS:
+    pairs = zip(read.index, shape, strict=True)
+    heights = [_height(block, index, n, windows and not read.guarded) for index, n in pairs]
+    if None in heights or heights[-1] != 1:
+        return None
+    if math.prod(heights) not in (WINDOW_ROWS if windows else (RUN_ROWS,)):
         return None
     return RowRuns(tuple(shape), tuple(heights))
 
 
-def _height(block: Block, index: Index, size: int) -> int | None:
+def _height(block: Block, index: Index, size: int, cut: bool) -> int | None:
     """How many elements side by side a block reduces along a dimension; None if it does it in
-    another way.
+    another way. Those behind the last whole run are left out (`cut`), or are a run, too.
     """
     if not isinstance(index, Affine) or index.constant:
         return None
@@ -93,7 +104,8 @@ def _height(block: Block, index: Index, size: int) -> int | None:
     count = block.axes[outer[0]].extent if outer else 1
     steps = [index.coefficients[i] for i in (*outer, *inner)]
     expected = [height] * len(outer) + [1] * len(inner)
-    return height if steps == expected and count == -(-size // height) else None
+    counts = size // height if cut else -(-size // height)
+    return height if steps == expected and count == counts else None
 
 
 def refuse_partials(

@@ -26,7 +26,7 @@ from .cost import (
     gemm_time,
     stripe,
 )
-from .model import BOX, HopperProblem, OperandView
+from .model import BOX, HopperProblem, HopperSegment, OperandView
 from .plan import BARRIER_BYTES, BOX_BYTES, DEFERRED_STEPS, make_plan
 
 MAX_STAGES = 16
@@ -171,6 +171,8 @@ def _candidates(problem: HopperProblem, hw: HardwareProfile) -> Iterator[HopperC
         shapes += [(m, n, True) for m, n in TALL_TILES]
     elif problem.staged and problem.shared and few_waves and not problem.dual:
         shapes.append((*TALL_TILES[0], True))
+    if problem.has_windows and not any(_whole(segment) for segment in problem.segments):
+        shapes += [(m, n, False) for m, n in TALL_TILES]
     if problem.residual is None or not problem.shared:
         widths = range(16, 264, 8) if not problem.dual else range(32, 264, 16)
         wide = [n for n in widths if _narrow(problem, n) or (few_waves and n > 64)]
@@ -190,6 +192,11 @@ def _candidates(problem: HopperProblem, hw: HardwareProfile) -> Iterator[HopperC
                     shared = stripe(assumed(problem.M), block_m, False)
                     yield replace(config, multicast=2, group_m=shared)
     yield from _split(problem, hw)
+
+
+def _whole(segment: HopperSegment) -> bool:
+    """Whether a segment stores results that are not reduced."""
+    return any(output.partial is None for output in segment.outputs)
 
 
 def _split(problem: HopperProblem, hw: HardwareProfile) -> Iterator[HopperConfig]:

@@ -15,7 +15,7 @@ from tvm.ir import Expr, TensorLoad, Var
 from ....errors import Unsupported
 from ...contraction.model import Binding
 from ...contraction.reader import Axis, Contraction, Product, Segment, equal_sizes
-from ...contraction.row_runs import check_row_runs
+from ...contraction.row_runs import with_row_bits
 from ...gpu.access import AffineAccess, affine_access
 from ...gpu.tensor_map import TensorMap, tensor_map
 from ...program.expr import (
@@ -258,7 +258,8 @@ def _segment(
     b: tuple[OperandView, ...],
 ) -> HopperSegment:
     groups = {"batch": batch, "m": m, "n": segment.n}
-    check_row_runs(segment.outputs, m, (*batch, *segment.n))
+    outputs = with_row_bits(segment.outputs, m, (*batch, *segment.n))
+    segment = replace(segment, outputs=outputs)
     bindings, outputs, loads = take_loads(contraction, segment, groups)
     found = HopperSegment(
         batch,

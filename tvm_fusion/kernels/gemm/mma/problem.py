@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tvm_ffi
 from tvm.ir import TensorLoad
@@ -28,7 +28,7 @@ from ...contraction.reader import (
     equal_sizes,
     size_of,
 )
-from ...contraction.row_runs import check_row_runs
+from ...contraction.row_runs import with_row_bits
 from ...contraction.windows import Windows
 from ...gpu.access import AffineAccess, WindowAccess, affine_access, window_access
 from ...program.expr import (
@@ -184,7 +184,8 @@ def _segment(
             groups.append([product])
     loops = tuple(_loop(contraction, segment, group, hw, tf32) for group in groups)
     axes = segment.groups
-    check_row_runs(segment.outputs, segment.m, (*segment.batch, *segment.n))
+    others = (*segment.batch, *segment.n)
+    segment = replace(segment, outputs=with_row_bits(segment.outputs, segment.m, others))
     bindings, outputs, loads = take_loads(contraction, segment, axes)
     return MmaSegment(segment, loops, bindings, outputs, loads)
 

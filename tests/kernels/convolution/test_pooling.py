@@ -1,0 +1,200 @@
+"""Convolutions whose results are pooled by the same kernel."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from tvm import relax
+from tvm.relax import op
+
+import tvm_fusion
+from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.kernels.convolution.forms import CPU_WRITER, CUDA_WRITER
+from tvm_fusion.kernels.convolution.geometry import read_convolution
+from tvm_fusion.kernels.convolution.hopper import (
+    RimConfig,
+    emit_hopper,
+    emit_rims,
+    read_windows,
+)
+from tvm_fusion.kernels.gemm.hopper.config import HopperConfig
+
+from ...support.conv_suites import last
+from ...support.graphs import module
+from ...support.hopper_on_cpu import compile_hopper, run_hopper_on_cpu
+from ...support.kernel_cases import outputs_of
+from ...support.pooling import PooledConv
+
+H200 = load_profile("nvidia_h200")
+TINY_H200 = replace(H200, num_sms=2)
+POLICY = load_policy(None)
+
+CASES = [
+    PooledConv(last((8, 8), (3, 3), 64, 64, batch=2), (2, 2)),
+    PooledConv(last((9, 11), (3, 3), 64, 72, batch=3, epilogue="residual"), (2, 2), stored=True),
+    PooledConv(last((13, 7), (3, 3), 64, 40, batch=2, epilogue="relu"), (2, 2), mean=True),
+    PooledConv(last((10, 9), (3, 3), 64, 24, batch=3), (2, 2), mean=True, behind=True),
+    PooledConv(last((9, 9), (3, 3), 64, 64, batch=2), (4, 4), order=(0, 3, 1, 2)),
+    PooledConv(last((12, 10), (3, 3), 72, 33, batch=2), (2, 1), mean=True, stored=True),
+    PooledConv(last((8, 9), (3, 3), 32, 32, groups=2, batch=2), (1, 2)),
+    PooledConv(last((21,), (7,), 96, 24, batch=3), (2,)),
+    PooledConv(last((21,), (7,), 96, 24, batch=3), (8,), mean=True, stored=True),
+    PooledConv(last((5, 6, 7), (3, 1, 3), 64, 64, batch=2), (2, 2, 2), stored=True),
+    PooledConv(last((4, 2, 5), (3, 3, 3), 64, 16, batch=2), (1, 2, 2), mean=True),
+    PooledConv(last((11, 9), (3, 3), 64, 64, batch=2, stride=2), (2, 2), stored=True),
+]
+
+
+def configs(problem):
+    """The first configuration of each form of the kernel and of its epilogue."""
+    found = {}
+    for _, config in CUDA_WRITER.ranked(problem, TINY_H200, POLICY):
+        if isinstance(config, HopperConfig):
+            kind = type(config), config.staged, config.deferred, config.split > 1
+            found.setdefault(kind, config)
+    return list(found.values())
+
+
+def check(case, func, problem, config):
+    """Runs a configuration; each output is poisoned before and close to float64 after."""
+    inputs = case.conv.arrays()
+    outputs, wanted = outputs_of(func, len(inputs)), case.expected(inputs)
+    emit = emit_rims if isinstance(config, RimConfig) else emit_hopper
+    assert run_hopper_on_cpu(emit(problem, TINY_H200, config), [*inputs, *outputs]) == 1
+    for found, expected in zip(outputs, wanted, strict=True):
+        assert np.abs(found.astype("float64") - expected).max() <= 1e-3 * np.abs(expected).max()
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("form", range(3))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results_are_pooled_in_every_form_of_the_kernel(case, form):
+    func = case.func()
+    problem = read_convolution(func)
+    found = configs(problem)
+    check(case, func, problem, found[(form + CASES.index(case)) % len(found)])
+
+
+def test_a_mean_keeps_every_rounding_where_that_is_asked_for():
+    case = CASES[2]
+    func = case.func()
+    (output,) = read_convolution(func, exact=True).segment.outputs
+    assert str(output.partial.finish.value).count("float16") == 3  # the sum, 4, the mean
+    problem = read_convolution(func, exact=True)
+    check(case, func, problem, configs(problem)[0])
+
+
+def test_boxes_hold_windows_within_the_rows_of_a_warp():
+    def shape(sizes, window):
+        conv = last(sizes, (3,) * len(sizes), 64, 64, batch=2)
+        problem = read_convolution(PooledConv(conv, window).func())
+        return read_windows(problem).segments[0].windows.shape
+
+    assert shape((16, 16), (2, 2)) == (1, 8, 8)
+    assert shape((64, 2), (8, 1)) == (1, 32, 2)
+    assert shape((64, 8), (8, 1)) == (1, 32, 2)
+
+
+# ---- plans
+
+
+def plan_of(case, device="nvidia_h200", **options):
+    """The groups of a convolution with its pooling, and the report."""
+    report = tvm_fusion.explain(module(case.emit, *case.inputs), device, **options)
+    found = report.plan["groups"]
+    return [g["kernel_class"] for g in found if g["kernel_class"] not in ("view", "opaque")], report
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PooledConv(last((56, 56), (3, 3), 64, 64, batch=4, epilogue="residual"), (2, 2)),
+        PooledConv(last((56, 56), (3, 3), 128, 128, batch=4), (2, 2), stored=True),
+        PooledConv(last((15, 15), (3, 3), 64, 64, batch=4), (2, 2), mean=True, behind=True),
+        PooledConv(last((31,), (3,), 64, 64, batch=4), (4,), order=(0, 2, 1)),
+        PooledConv(last((8, 8, 8), (3, 3, 3), 64, 64, batch=2), (2, 2, 2)),
+    ],
+    ids=str,
+)
+def test_pooling_behind_a_convolution_is_no_kernel(case):
+    kernels, _ = plan_of(case)
+    assert kernels == ["convolution"]
+
+
+def test_pooling_that_leaves_boxes_half_empty_has_a_kernel_of_its_own():
+    """Windows of 16 x 1 of 20 x 4 positions: of a box's 32 or 64 lines 20 are there."""
+    case = PooledConv(last((20, 4), (3, 3), 512, 512, batch=64), (16, 1))
+    kernels, _ = plan_of(case)
+    assert len(kernels) == 2
+    assert plan_of(replace(case, window=(4, 1)))[0] == ["convolution"]
+
+
+CONV = last((56, 56), (3, 3), 64, 64, batch=4)
+
+
+@dataclass(frozen=True)
+class Behind(PooledConv):
+    """A convolution with something else behind it."""
+
+    emit_behind: Callable | None = None
+
+    def emit(self, bb, *inputs):
+        return self.emit_behind(bb, bb.emit(self.conv.emit(bb, *inputs)))
+
+
+def _pool(size, stride, **more):
+    options = {"pool_size": size, "strides": stride, "layout": "NHWC", **more}
+    return lambda bb, h: op.nn.max_pool2d(h, **options)
+
+
+def _two_reads(bb, h):
+    """What is pooled goes into another operator with a tensor."""
+    y = bb.emit(_pool(2, 2)(bb, h))
+    return op.add(y, bb.emit(op.strided_slice(h, [1, 2], [0, 0], [28, 28])))
+
+
+def _two_windows(bb, h):
+    return relax.Tuple([bb.emit(_pool(size, size)(bb, h)) for size in (2, 4)])
+
+
+@pytest.mark.parametrize(
+    ("behind", "why"),
+    [
+        (_pool(3, 2, padding=1), "3 x 3 that lie over each other"),
+        (_pool(3, 3), "3 x 3 positions, and a warp holds those of 2, 4, 8, 16"),
+        (_pool(2, 3), "2 x 2 that lie apart"),
+        (_pool(8, 8), "8 x 8 positions"),
+        (_pool(2, 2, padding=1), "some of which are padding"),
+        (_two_reads, "with other tensors"),
+        (_two_windows, "no kernel of the convolution reduces its results"),
+    ],
+)
+def test_other_windows_are_refused(behind, why):
+    kernels, report = plan_of(Behind(CONV, (), emit_behind=behind))
+    assert len(kernels) >= 2
+    assert why in report.full()
+
+
+@pytest.mark.parametrize("device", ["nvidia_a100", "nvidia_rtx4090"])
+def test_other_devices_pool_by_a_kernel_of_its_own(device):
+    kernels, report = plan_of(PooledConv(CONV, (2, 2)), device)
+    assert len(kernels) == 2
+    assert "no kernel for this device does behind a convolution" in report.full()
+
+
+def test_loops_of_a_cpu_take_no_convolution_that_pools_its_results():
+    _, convolution = CPU_WRITER.read(CASES[0].func(), False)
+    assert convolution is None
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize(("size", "channels"), [(112, 64), (56, 256)])
+def test_kernels_that_pool_compile_without_spills(size, channels, stored):
+    conv = last((size, size), (3, 3), channels, channels)
+    problem = read_convolution(PooledConv(conv, (2, 2), stored=stored).func())
+    for config in configs(problem)[:2]:
+        emit = emit_rims if isinstance(config, RimConfig) else emit_hopper
+        compiled = compile_hopper(emit(problem, H200, config))
+        assert (compiled.spill_bytes, compiled.remarks) == (0, ())
