@@ -21,6 +21,7 @@ from tests.support.attention_random_numbers import numbers
 from tests.support.graphs import module
 from tests.support.kernel_cases import fuse
 from tvm_fusion.fuzz.verdict import as_array
+from tvm_fusion.transform.lower.scans import SCANS, scanned
 
 SIZES = sorted({*range(1, 12), 15, 16, 17, 19, 23, 31, 32, 33, 37, 47, 63, 64, 65, 67, 70})
 ELEMENTS = 6000
@@ -170,6 +171,26 @@ def mixed(rng: random.Random) -> Made:
     given = rng.random() < 0.5
     inputs = mixed_cases.layer_norm_inputs(pieces * rows, columns, dtype, given)
     return mixed_cases.layer_norm_backward(pieces), list(inputs)
+
+
+@problem
+def scan(rng: random.Random) -> Made:
+    """Work between two scans along one axis, or one alone; halves are scanned in float32."""
+    shape, dtype = _shape(rng, (1, 2, 3)), rng.choice((*DTYPES, "int32", "int8"))
+    axis, exclusive = rng.randrange(len(shape)), rng.random() < 0.3
+    kind = SCANS["relax.cumsum"]
+
+    def along(bb: Any, x: Any) -> Any:
+        how = (axis, kind.reducer, kind.neutral, exclusive)
+        return bb.emit(bb.call_te(lambda x: scanned(x, *how), x))
+
+    def emit(bb: Any, x: Any) -> Any:
+        if dtype.startswith("int"):
+            return op.multiply(along(bb, x), x)
+        first = bb.emit(op.tanh(along(bb, bb.emit(op.negative(x)))))
+        return along(bb, first) if rng.random() < 0.5 else op.multiply(first, x)
+
+    return emit if dtype.startswith("int") else _wide(emit), [(shape, dtype)]
 
 
 @problem

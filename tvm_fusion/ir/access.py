@@ -126,6 +126,7 @@ class Block:
     `conversions` those between floating-point types, which belong to a load or a store and count as
     no work of an operator. `scales`: it multiplies what it reads by a number, and nothing else;
     `moves`: each point is an element that it reads, of one of its reads or zero as conditions say.
+    `scanned` is the axis along which each point combines all points before it (`blocks.Scan`).
     """
 
     name: str
@@ -140,6 +141,7 @@ class Block:
     scales: bool = False
     compares: bool = False
     moves: bool = False
+    scanned: int | None = None
 
     @cached_property
     def derived(self) -> dict[str, Any]:

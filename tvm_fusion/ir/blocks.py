@@ -14,12 +14,12 @@ Nothing is refused here: what cannot be read is a `Stray`, or among the `others`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tvm
 import tvm_ffi
 from tvm import s_tir, tirx
-from tvm.ir import Expr, TensorLoad, Var
+from tvm.ir import Call, Expr, TensorLoad, Var
 
 from .access import AxisKind
 
@@ -205,6 +205,81 @@ def _match(index_store: tirx.BufferStore, value_store: tirx.BufferStore) -> ArgP
     if not fits or loads_of((index_store.buffer, value_store.buffer), x, k):
         return None
     return ArgPair(index_store, value_store, isinstance(better, tirx.GT), k, x)
+
+
+# ---- scans
+#
+#     S[i, j] = sum over k < N of (k <= j ? x[i, k] : 0)        j < N
+#
+# is written as the reduction that it is, which any tool reads; as N sums it is not meant.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scan:
+    """A block that combines, along `axis`, `term` of all places up to its own.
+
+    Attributes
+    ----------
+    axis : Var
+        The block axis; `term` is over it, too.
+    term : Expr
+    step : BufferStore
+        What a sequential loop along the axis does: ``S[i, j] = S[i, j] + term``.
+    exclusive : bool
+        The own place is left out.
+    """
+
+    axis: Var
+    term: Expr
+    step: tirx.BufferStore
+    exclusive: bool
+
+
+def read_scan(block: BlockDef) -> Scan | None:
+    """What a block scans; None where it does not."""
+    reduced = [axis for axis in block.axes if axis.kind is AxisKind.REDUCE]
+    initial = block.initial.stores if block.initial is not None else ()
+    if len(reduced) != 1 or len(block.body.stores) != 1 or len(initial) != 1:
+        return None
+    ((k,), (store,)) = reduced, block.body.stores
+    combine = type(store.value)
+    if combine not in (tirx.Add, tirx.Mul, tirx.Max, tirx.Min):
+        return None
+    masked = term_of(store)
+    name = getattr(masked.op, "name", "") if isinstance(masked, Call) else ""
+    if name.rpartition(".")[2] != "if_then_else":
+        return None
+    condition, term, other = masked.args
+    if not isinstance(condition, tirx.LE | tirx.LT) or not condition.a.same_as(k.var):
+        return None
+    axis = next((a for a in block.axes if a.var.same_as(condition.b)), None)
+    if axis is None or not same(axis.domain.extent, k.domain.extent):
+        return None
+    along = any(index.same_as(axis.var) for index in store.indices)
+    if not along or _uses(term, axis.var) or not same(other, initial[0].value):
+        return None
+    term = substitute(term, {k.var: axis.var})
+    own = next(side for side in (store.value.a, store.value.b) if loads_what(store, side))
+    step = tirx.BufferStore(store.buffer, combine(own, term), store.indices)
+    return Scan(axis.var, term, step, isinstance(condition, tirx.LT))
+
+
+def along_scan(block: BlockDef, scan: Scan) -> BlockDef:
+    """The block as a sequential loop computes it: without the axis that it reduces."""
+    kept = [n for n, axis in enumerate(block.axes) if axis.kind is not AxisKind.REDUCE]
+    return replace(
+        block,
+        axes=tuple(block.axes[n] for n in kept),
+        bindings=[block.bindings[n] for n in kept],
+        initial=None,
+        body=replace(block.body, stores=(scan.step,)),
+    )
+
+
+def _uses(expr: Expr, var: Var) -> bool:
+    found: list[Var] = []
+    tvm_ffi.structural_walk(expr, [(Var, found.append)])
+    return any(v.same_as(var) for v in found)
 
 
 def same(a: Expr, b: Expr) -> bool:

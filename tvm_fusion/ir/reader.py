@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import tvm
 from tvm import tirx
@@ -24,7 +24,16 @@ from .access import (
     Pipe,
     Reduction,
 )
-from .blocks import BlockDef, Stray, read_arg_pair, read_blocks, substitute, term_of
+from .blocks import (
+    BlockDef,
+    Stray,
+    along_scan,
+    read_arg_pair,
+    read_blocks,
+    read_scan,
+    substitute,
+    term_of,
+)
 
 OPAQUE_PATTERN = 8  # TVM's OpPatternKind.kOpaque: no pass fuses the function
 
@@ -184,7 +193,12 @@ class _FuncReader:
     def _block(self, block: BlockDef | Stray) -> Block:
         if isinstance(block, Stray):
             raise _Unreadable(f"a {block.kind} outside any block")
-        return _BlockReader(self._key, block).read()
+        scan = read_scan(block)
+        if scan is None:
+            return _BlockReader(self._key, block).read()
+        block = along_scan(block, scan)
+        place = next(n for n, axis in enumerate(block.axes) if axis.var.same_as(scan.axis))
+        return replace(_BlockReader(self._key, block).read(), scanned=place)
 
 
 def _is_root(block: BlockDef) -> bool:

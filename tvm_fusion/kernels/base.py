@@ -33,15 +33,21 @@ SUMS_ROWS = 16  # a reduction that keeps the contiguous axis
 SUMS_COLUMNS = 32
 READABLE = 64  # has blocks
 MULTIPLIES_TWICE = MULTIPLIES << 4
+SCANS = 256
 
 
 class Needs(NamedTuple):
-    """Traits that a group must have all of, and those that it may have none of."""
+    """Traits that a group must have all of, and those that it may have none of; scans are for
+    families that say so.
+    """
 
     present: int = 0
     absent: int = 0
+    scans: bool = False
 
     def allow(self, traits: int) -> bool:
+        if traits & SCANS and not self.scans:
+            return False
         return traits & self.present == self.present and not traits & self.absent
 
     @property

@@ -15,7 +15,7 @@ from ..errors import Unsupported
 from ..ir.access import Access
 from ..plan.group_view import GroupView
 from ..plan.refusal import Refusal, RefusalCode
-from .base import Family, Fit, OnCPU, unranked, write_on_cpu
+from .base import Family, Fit, Needs, OnCPU, unranked, write_on_cpu
 from .forms import Form, Writer
 from .group.footprint import points
 from .group.traffic import memory_traffic
@@ -25,6 +25,7 @@ class Fallback(Family):
     """See the module docstring."""
 
     name = "fallback"
+    needs = Needs(scans=True)
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
         if len(group.ops) > 1:
@@ -81,6 +82,7 @@ class Stock(Family):
     """An operator as LegalizeOps made it. Nothing is asked of what it computes."""
 
     name = "stock"
+    needs = Needs(scans=True)
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
         return Fit(self.name, 1, 1, ())

@@ -18,6 +18,7 @@ from .join.kernel_class import JoinClass
 from .pointwise.kernel_class import Pointwise
 from .row.kernel_class import Row
 from .row.mixed_class import Mixed
+from .scan.kernel_class import ScanClass
 from .transpose.kernel_class import Transpose
 
 KINDS = ("cuda", "llvm")
@@ -98,6 +99,7 @@ for _builtin, _kinds in (
     (Row(), ("cuda", "llvm")),
     (Pointwise(), ("cuda", "llvm")),
     (Transpose(), ("cuda",)),
+    (ScanClass(), ("cuda",)),
     (JoinClass(), ("cuda",)),
     (ConvolutionClass(), ("cuda", "llvm")),
 ):

@@ -17,7 +17,7 @@ from ..cost.probe import GroupKey
 from ..cost.traffic import Resources
 from ..errors import TooDeep
 from ..ir.graph import FusionGraph, OpKind
-from ..kernels.base import READABLE, Family, Fit, together
+from ..kernels.base import READABLE, SCANS, Family, Fit, together
 from ..kernels.fallback import Fallback, Stock
 from ..kernels.registry import families, is_ours
 from .decide.caution import Caution, is_fused
@@ -231,6 +231,8 @@ class Evaluator:
         self, kernel: Family, view: GroupView, needed: Resources | None = None
     ) -> _Shared | Refusal:
         """What one class says of a group; no fault of a class may end a compile."""
+        if self.traits(view) & SCANS and not kernel.needs.scans:
+            return view.refuse(RefusalCode.REDUCTION, f"class {kernel.name} computes no scans")
         try:
             fit = kernel.accepts(view, self.hw, self.policy)
             return self._costed(view, kernel, fit, needed) if isinstance(fit, Fit) else fit

@@ -27,6 +27,7 @@ from ..kernels.base import (
     READABLE,
     REDUCES,
     ROLLED,
+    SCANS,
     SUMS_COLUMNS,
     SUMS_ROWS,
     TRANSPOSES,
@@ -151,6 +152,8 @@ def traits_of(blocks: tuple[Block, ...], hw: HardwareProfile) -> int:
     for block in blocks:
         if is_transposing(block):
             found |= TRANSPOSES
+        if block.scanned is not None:
+            found |= SCANS
         if block.reduction is None:
             continue
         found |= REDUCES

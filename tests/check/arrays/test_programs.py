@@ -24,6 +24,7 @@ from tvm_fusion.check.reference import build_reference
 from tvm_fusion.check.rules import as_array, like
 from tvm_fusion.check.verify import judge_outputs
 from tvm_fusion.frontends.torch.written.writes import Write, write_function
+from tvm_fusion.transform.lower.scans import SCANS, scanned
 
 LLVM = tvm.target.Target({"kind": "llvm"})
 
@@ -67,6 +68,17 @@ def extremes(bb, x):
     return op.subtract(bb.emit(op.max(x, axis=1)), bb.emit(op.min(x, axis=1)))
 
 
+def scan(bb, x, axis, name, exclusive):
+    kind = SCANS[name]
+    how = (axis, kind.reducer, kind.neutral, exclusive)
+    return bb.emit(bb.call_te(lambda x: scanned(x, *how), x))
+
+
+def scans(bb, x, y):
+    sums = scan(bb, x, 1, "relax.cumsum", False)
+    return op.add(sums, scan(bb, y, 0, "relax.cumprod", True))
+
+
 F32 = "float32"
 CASES = {
     "attention": (attention, ((2, 5, 7), F32), ((2, 9, 7), F32), ((2, 9, 3), F32)),
@@ -78,6 +90,7 @@ CASES = {
     "integers": (whole_numbers, ((9, 5), "int32"), ((9, 5), "int32")),
     "padding, mask": (corner, ((5, 6), F32)),
     "maxima": (extremes, ((5, 1), F32)),
+    "scans": (scans, ((3, 70, 2), F32), ((3, 70, 2), F32)),
     "one number": (lambda bb, x: op.exp(x), ((), F32)),
 }
 

@@ -157,6 +157,29 @@ def _folded(name: str) -> Callable[[Shape, Any], Any]:
     return reduced
 
 
+_SCANS = {
+    "sum of": lambda value, axis: value.cumsum(axis, dtype=value.dtype),
+    "product of": lambda value, axis: value.cumprod(axis, dtype=value.dtype),
+    "largest of": lambda value, axis: value.cummax(axis).values,
+    "least of": lambda value, axis: value.cummin(axis).values,
+}
+
+
+def _scanned(
+    name: str, source: int, axis: int, length: int, exclusive: bool, neutral: float, value: Any
+) -> Any:
+    """What a reduction of that name gives of all places up to each one, which lie along the axis
+    `source` of the value and along `axis` of the result.
+    """
+    shape = list(value.shape)
+    shape[source] = length
+    found = _SCANS[name](value.expand(shape).transpose(source, axis), axis)
+    if not exclusive:
+        return found
+    first = found.narrow(axis, 0, 1).new_full((), neutral).expand_as(found.narrow(axis, 0, 1))
+    return sys.modules["torch"].cat([first, found.narrow(axis, 0, length - 1)], axis)
+
+
 def _contracted(names: str, shape: Shape, *factors: Any) -> Any:
     torch = sys.modules["torch"]
     return torch.einsum(names, *(factor.squeeze() for factor in factors)).reshape(shape)
@@ -181,6 +204,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "written at": _written_at,
     "added at": partial(_written_at, adds=True),
     "contracted": _contracted,
+    "scanned": _scanned,
     "sum of": _sum,
     "product of": _product,
     "largest of": lambda along, value: value.amax(along, keepdim=True),

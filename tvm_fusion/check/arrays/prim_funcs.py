@@ -14,9 +14,9 @@ than this in it is refused (`NotOnArrays`), and so is a run that reads out of bo
 integer by zero. Compiled loops (`check.reference`) do what is refused, and say why where data is
 wrong.
 
-Does not handle: symbolic extents, reductions of several results (argmax), scans, writes to places
-of a tensor that is read elsewhere meanwhile, bit casts, floats of fewer than 32 bits, unsigned
-integers of more than 8.
+Does not handle: symbolic extents, reductions of several results (argmax), scans in loops, writes to
+places of a tensor that is read elsewhere meanwhile, bit casts, floats of fewer than 32 bits,
+unsigned integers of more than 8.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tvm import s_tir, tirx
 from tvm.ir import Call, Expr, TensorLoad, Var
 from tvm.ir.prim.expr import BitwiseNot, Let
 
-from ...kernels.program.expr import dtype_of, is_integer, number
+from ...kernels.program.expr import dtype_of, is_if_then_else, is_integer, number, same
 from .operations import (
     BINARY,
     FUNCTIONS,
@@ -318,9 +318,28 @@ class _Writer:
         term = next((b for a, b in sides if _is_same_place(a, store)), None)
         if term is None or _loads(term, store.buffer):
             raise NotOnArrays("a reduction of another kind")
+        scanned = self._scanned(REDUCTIONS[type(step)], term, init.value)
+        if scanned is not None:
+            return scanned
         first = self.expr(init.value)
         found = self._sum(term) if isinstance(step, tirx.Add) else self._extreme(step, term)
         return self.pointwise(BINARY[type(step)], first, found)
+
+    def _scanned(self, name: str, term: Expr, neutral: Expr) -> int | None:
+        """A reduction of the places up to each own one (`ir.blocks.Scan`); None for others."""
+        if not is_if_then_else(term) or not isinstance(term.args[0], tirx.LE | tirx.LT):
+            return None
+        condition, body, other = term.args
+        source, axis = (self.axes.places(x) for x in (condition.a, condition.b))
+        if self.axes.reduced != (source,) or axis in (None, source) or not same(other, neutral):
+            return None
+        length, value = self.axes.extents[axis], self.expr(body)
+        shape = self.shapes[value]
+        if self.axes.extents[source] != length or not shape or shape[axis] != 1:
+            return None
+        left = tuple(length if n == axis else 1 if n == source else e for n, e in enumerate(shape))
+        how = (name, source, axis, length, isinstance(condition, tirx.LT), number(neutral))
+        return self.emit("scanned", [value], left, *how)
 
     def _sum(self, term: Expr) -> int:
         factors = [self.expr(factor) for factor in _factors(term)]

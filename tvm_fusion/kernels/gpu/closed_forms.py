@@ -70,7 +70,8 @@ def _reads(item: Element | Value) -> list[Expr]:
 def uses_of(program: Program) -> Counter[Var]:
     """In how many expressions each placeholder stands; twice in one counts as two."""
     exprs = [e for item in program.elements + program.values for e in _reads(item)]
-    exprs += [item.body for item in program.reductions + program.accumulations]
+    bodies = program.reductions + program.scans + program.accumulations
+    exprs += [item.body for item in bodies]
     exprs += [item.value for item in program.outputs]
     found: Counter[Var] = Counter()
     for expr in exprs:
@@ -100,7 +101,7 @@ def stored_dtypes(program: Program) -> dict[Var, set[str]]:
     growing = True
     while growing:
         growing = False
-        for item in (*reversed(program.values), *program.reductions):
+        for item in (*reversed(program.values), *reversed(program.scans), *program.reductions):
             growing |= mark(item.body, found.get(item.var, set()))
     return found
 
@@ -127,6 +128,11 @@ def closed_forms(program: Program) -> Program:
         body = rewriter.rewrite(item.body, rewriter.dtype_for(item.var))
         values += rewriter.take(item.phase)
         reductions.append(dataclasses.replace(item, body=body))
+    scans = []
+    for item in program.scans:
+        body = rewriter.rewrite(item.body, rewriter.dtype_for(item.var))
+        values += rewriter.take(0)
+        scans.append(dataclasses.replace(item, body=body))
     sums = []
     for item in program.accumulations:
         body = rewriter.rewrite(item.body, half_dtype({item.dtype}))
@@ -144,6 +150,7 @@ def closed_forms(program: Program) -> Program:
             program,
             values=tuple(values),
             reductions=tuple(reductions),
+            scans=tuple(scans),
             outputs=tuple(outputs),
             accumulations=tuple(sums),
         )

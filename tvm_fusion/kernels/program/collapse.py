@@ -22,6 +22,7 @@ from .program import (
     Output,
     Program,
     Reduction,
+    Scan,
     Tile,
     Value,
 )
@@ -44,13 +45,15 @@ def drop_unused(program: Program) -> Program:
     definitions = program.placeholders()
     results = [o.value for o in program.outputs] + [a.body for a in program.accumulations]
     live = {x.var for result in results for x in reachable(result, definitions)}
-    parts = ("tiles", "scalars", "elements", "reductions", "values")
+    parts = ("tiles", "scalars", "elements", "reductions", "scans", "values")
     kept = {part: tuple(x for x in getattr(program, part) if x.var in live) for part in parts}
     return dataclasses.replace(program, **kept)
 
 
 def collapse_axes(program: Program) -> Program:
-    """The program with as few axes as its accesses allow; the column axis of reductions is kept."""
+    """The program with as few axes as its accesses allow; the column axis of reductions and of
+    scans is kept.
+    """
     axis = len(program.rows) - 1
     while axis >= 0:
         inner = program.column_var if axis == len(program.rows) - 1 else program.row_vars[axis + 1]
@@ -60,9 +63,9 @@ def collapse_axes(program: Program) -> Program:
     return program
 
 
-def _expressions(item: Access | Reduction | Value) -> list[Expr]:
+def _expressions(item: Access | Reduction | Scan | Value) -> list[Expr]:
     """The expressions an item holds."""
-    if isinstance(item, Reduction | Value):
+    if isinstance(item, Reduction | Scan | Value):
         return [item.body]
     if isinstance(item, Output):
         return [item.value, item.offset, *([] if item.place is None else [item.place])]
@@ -73,7 +76,7 @@ def _expressions(item: Access | Reduction | Value) -> list[Expr]:
 def _pinned(program: Program) -> list[Expr]:
     """Expressions in which a coordinate means itself, not a step through memory."""
     guards = [e.guard for e in program.elements if e.guard is not None]
-    bodies = [item.body for item in program.reductions + program.values]
+    bodies = [item.body for item in program.reductions + program.scans + program.values]
     bodies += [item.body for item in program.accumulations]
     return guards + bodies + [output.value for output in program.outputs]
 
@@ -85,7 +88,7 @@ def _accesses(program: Program) -> list[Access | Accumulation]:
 
 def _collapsible(program: Program, outer: Var, inner: Var) -> bool:
     into_columns = inner.same_as(program.column_var)
-    if into_columns and program.phases:
+    if into_columns and (program.phases or program.scans):
         return False
     if any(uses_any(expr, (outer, inner)) for expr in _pinned(program)):
         return False

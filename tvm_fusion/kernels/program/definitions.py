@@ -17,7 +17,18 @@ from tvm.ir import Expr, Var
 
 from ...errors import Unsupported
 from ...ir.access import AxisKind
-from ...ir.blocks import ArgPair, BlockDef, Stray, loads_of, read_arg_pair, read_blocks, term_of
+from ...ir.blocks import (
+    ArgPair,
+    BlockDef,
+    Scan,
+    Stray,
+    along_scan,
+    loads_of,
+    read_arg_pair,
+    read_blocks,
+    read_scan,
+    term_of,
+)
 from .expr import extent_of, number, same
 from .program import Extent, Param, ReduceKind
 
@@ -32,12 +43,22 @@ KINDS = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Scanned:
+    """How a scan combines what it meets along a block axis; `exclusive`: before its own place."""
+
+    kind: ReduceKind
+    axis: Var
+    exclusive: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Definition:
     """``buffer[axes] = value``; with `kind`, the reduction of `value` over the `reduced` axes.
 
     ARGMAX and ARGMIN reduce `value` to the `index` of its extremum. An entry of `axes` is None
     where the block stores at index 0 only. `shape` has the extents that are written: those of the
-    buffer, or less where that is a parameter, of which the rest is somebody else's.
+    buffer, or less where that is a parameter, of which the rest is somebody else's. With `scan` it
+    is what that combines of `value`.
     """
 
     buffer: Var
@@ -48,6 +69,7 @@ class Definition:
     initial: Expr | None
     shape: tuple[Extent, ...]
     index: Expr | None = None
+    scan: Scanned | None = None
 
     @property
     def is_part(self) -> bool:
@@ -83,8 +105,9 @@ def read_params(func: tirx.PrimFunc) -> tuple[Param, ...]:
     return tuple(params)
 
 
-def read_definitions(func: tirx.PrimFunc) -> list[Definition]:
-    """The definitions of `func` in the order of its blocks, each buffer defined once.
+def read_definitions(func: tirx.PrimFunc, scans: bool = False) -> list[Definition]:
+    """The definitions of `func` in the order of its blocks, each buffer defined once; those of
+    scans only for who asks for `scans`.
 
     Raises
     ------
@@ -94,7 +117,7 @@ def read_definitions(func: tirx.PrimFunc) -> list[Definition]:
     found: dict[Var, Definition] = {}
     blocks, params = read_blocks(func, opens=_is_root), set(func.params)
     for block in blocks:
-        for definition in _read_block(block) if isinstance(block, BlockDef) else ():
+        for definition in _read_block(block, scans) if isinstance(block, BlockDef) else ():
             if definition.buffer in found:
                 raise Unsupported(f"{definition.buffer.name} is written by several blocks")
             if definition.is_part and definition.buffer not in params:
@@ -110,7 +133,7 @@ def _is_root(block: BlockDef) -> bool:
     return not block.axes and any(isinstance(inner, BlockDef) for inner in block.inner)
 
 
-def _read_block(block: BlockDef) -> list[Definition]:
+def _read_block(block: BlockDef, scans: bool) -> list[Definition]:
     if number(block.predicate) != 1:
         raise Unsupported(f"block {block.name} has a predicate")
     if block.matches:
@@ -124,11 +147,22 @@ def _read_block(block: BlockDef) -> list[Definition]:
     others = (*block.body.others, *(initial.others if initial else ()))
     if others:
         raise Unsupported(f"block {block.name} holds a {others[0]}")
+    scan = read_scan(block)
+    if scan is not None:
+        if not scans:
+            raise Unsupported(f"block {block.name} is a scan")
+        return [_define_scan(block, scan)]
     initials = {store.buffer: store.value for store in initial.stores} if initial else {}
     pair = read_arg_pair(block.body.stores)
     if pair is not None and AxisKind.REDUCE in kinds:
         return _define_pair(block, pair, initials)
     return [_define(block, store, initials) for store in block.body.stores]
+
+
+def _define_scan(block: BlockDef, scan: Scan) -> Definition:
+    axes, _, shape = _block_axes(along_scan(block, scan), scan.step)
+    scanned = Scanned(KINDS[type(scan.step.value)], scan.axis, scan.exclusive)
+    return Definition(scan.step.buffer, axes, (), scan.term, None, None, shape, scan=scanned)
 
 
 def _define_pair(block: BlockDef, pair: ArgPair, initials: dict[Var, Expr]) -> list[Definition]:

@@ -44,6 +44,7 @@ def narrow_indices(program: Program) -> Program:
             replace(r, body=visit(r.body), index=None if r.index is None else offset(r.index))
             for r in program.reductions
         ),
+        scans=tuple(replace(s, body=visit(s.body)) for s in program.scans),
         values=tuple(replace(v, body=visit(v.body)) for v in program.values),
         outputs=tuple(
             replace(

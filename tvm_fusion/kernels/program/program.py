@@ -138,6 +138,20 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Scan:
+    """``var[j] = kind over all columns up to j of body``; `exclusive`: of those before j.
+
+    `dtype` is that of the accumulator and of `var`. `body` may hold scans that stand before.
+    """
+
+    var: Var
+    kind: ReduceKind
+    body: Expr
+    dtype: str
+    exclusive: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Value:
     """Pointwise temporary ``var = body``; may be bound once for each point, or computed again."""
 
@@ -181,7 +195,7 @@ class Accumulation:
 
 
 Access = Tile | Scalar | Element | Output
-Definition = Tile | Scalar | Element | Reduction | Value
+Definition = Tile | Scalar | Element | Reduction | Scan | Value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,6 +214,7 @@ class Program:
     siblings : more pointwise programs over the same parameters, for outputs that run over other
         axes; one launch computes them side by side.
     accumulations : outputs that reduce over the last row axis beside the reductions over columns.
+    scans : along the columns, each behind those that its body holds.
     """
 
     name: str | None
@@ -217,6 +232,7 @@ class Program:
     exact: bool = False
     siblings: tuple[Program, ...] = ()
     accumulations: tuple[Accumulation, ...] = ()
+    scans: tuple[Scan, ...] = ()
     _levels: dict[Var, Level] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -241,7 +257,10 @@ class Program:
 
     def placeholders(self) -> dict[Var, Definition]:
         """Definition of each placeholder."""
-        parts = (self.tiles, self.scalars, self.elements, self.reductions, self.values)
+        parts = (
+            *(self.tiles, self.scalars, self.elements),
+            *(self.reductions, self.scans, self.values),
+        )
         return {item.var: item for part in parts for item in part}
 
     def indices(self, access: Access) -> tuple[Expr, ...]:
@@ -283,7 +302,7 @@ class Program:
             item = definitions.get(var)
             if isinstance(item, Element):
                 return highest(item.offset, *([] if item.guard is None else [item.guard]))
-            if isinstance(item, Tile | Value) or var.same_as(self.column_var):
+            if isinstance(item, Tile | Scan | Value) or var.same_as(self.column_var):
                 return Level.ELEMENT
             row = isinstance(item, Scalar | Reduction) or var in self.row_vars
             return Level.ROW if row else Level.CONSTANT
@@ -312,6 +331,9 @@ def _lines(program: Program) -> list[str]:
     for r in program.reductions:
         online = f" along with {r.online}" if r.online is not None else ""
         lines.append(f"  reduce  {r.var} = {r.kind} of {r.body}  phase {r.phase}{online}")
+    for s in program.scans:
+        kind = f"{s.kind} before" if s.exclusive else s.kind
+        lines.append(f"  scan    {s.var} = {kind} of {s.body}")
     for o in program.outputs:
         where = place(o, f" + {j}" if o.full else "")
         if o.place is not None:

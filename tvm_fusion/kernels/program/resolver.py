@@ -41,7 +41,18 @@ from .expr import (
     variables,
     widened,
 )
-from .program import Element, Extent, Level, Param, ReduceKind, Reduction, Scalar, Tile, Value
+from .program import (
+    Element,
+    Extent,
+    Level,
+    Param,
+    ReduceKind,
+    Reduction,
+    Scalar,
+    Scan,
+    Tile,
+    Value,
+)
 from .space import Space
 from .window import combined, is_window, places
 
@@ -85,6 +96,7 @@ class Placeholders:
         self.scalars: list[Scalar] = []
         self.elements: list[Element] = []
         self.reductions: list[Reduction] = []
+        self.scans: list[Scan] = []
         self.values: list[Value] = []
         self.stored_as: dict[Var, str] = {}
         self._phase: dict[Var, int] = {}
@@ -162,6 +174,12 @@ class Placeholders:
                     return known.var
         var = self._new("r", self.reductions, dtype, Level.ROW, phase + 1)
         self.reductions.append(Reduction(var, kind, body, dtype, initial, phase, index=index))
+        return var
+
+    def scan(self, kind: ReduceKind, body: Expr, dtype: str, exclusive: bool) -> Var:
+        """A scan along the columns."""
+        var = self._new("c", self.scans, dtype, Level.ELEMENT, self.phase(body))
+        self.scans.append(Scan(var, kind, body, dtype, exclusive))
         return var
 
     def _new(self, letter: str, group: list, dtype: str, level: Level, phase: int) -> Var:
@@ -288,6 +306,8 @@ class Resolver:
         definition = self.definitions.get(source)
         if definition is None:
             result = self.placeholders.load(source, indices, guard)
+        elif definition.scan is not None:
+            result = self._scan(definition, indices)
         elif is_window(definition):
             result = self._window(definition, indices, guard)
         elif definition.kind is not None:
@@ -340,6 +360,23 @@ class Resolver:
         if _size(body) > LARGEST_EXPRESSION:
             raise Unsupported(f"the expression of {definition.buffer.name} grows too large")
         return body
+
+    def _scan(self, definition: Definition, indices: tuple[Expr, ...]) -> Expr:
+        """A scan along the columns, read at its own point."""
+        space, scan, name = self.space, definition.scan, definition.buffer.name
+        place = next(n for n, axis in enumerate(definition.axes) if scan.axis.same_as(axis))
+        others = [n for n in range(len(indices)) if n != place]
+        row = flatten(
+            [indices[n] for n in others], [definition.shape[n] for n in others], space.index_dtype
+        )
+        prove = space.analyzer.can_prove_equal
+        if not prove(indices[place], space.column_var) or not prove(row, space.row_index):
+            raise Unsupported(f"scan {name} is read at another point")
+        env = {axis: convert(i, dtype_of(axis)) for axis, i in definition.at(indices).items()}
+        body = self.resolve(definition.value, env, None)
+        dtype = _accumulator(dtype_of(body))
+        var = self.placeholders.scan(scan.kind, convert(body, dtype), dtype, scan.exclusive)
+        return self._rounded(convert(var, widened(definition.dtype)), definition.dtype)
 
     def _reduction(self, definition: Definition, indices: tuple[Expr, ...]) -> Expr:
         """A finished reduction, read at its own row."""

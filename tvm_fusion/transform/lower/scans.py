@@ -1,34 +1,41 @@
-"""Running sums and products on a GPU: rows in parallel, long ones in parts.
+"""Running sums and products on a GPU, as blocks that the kernels of scans compute.
 
-    R.cumsum(x, 1), x: (m, 1000)      local = cumsum of each of 16 parts of 64 elements
-                                      before = cumsum of local's last elements, moved by one
-                                      R.add(local, before), 0 before the first part
+    R.cumsum(x, 1), x: (m, n)      S[i, j] = sum over k < n of (k <= j ? x[i, k] : 0)
 
-A thread goes through a part of a row. TVM's own kernels give wrong numbers on an H200 (products,
-and sums along other axes than the last one), or read what other threads of a warp write without
-waiting for them.
+What stands before and behind can be fused with such a block (`kernels.scan`), which goes once
+through each row. Few long rows fill no device: they are taken apart, and what the parts before
+come to is added to the scan of each.
 
-Sums of halves are taken in float32. Does not handle: symbolic extents, scans that leave out the
-element itself.
+    R.cumsum(x, 1), x: (2, 1000000)      parts = R.reshape(x, (2, 128, 7816)), padded
+                                         before = exclusive R.cumsum(R.sum(parts, 2), 1)
+                                         R.add(before, R.cumsum(parts, 2))
+
+TVM's own kernels give wrong numbers on an H200 (products, and sums along other axes than the last
+one), or read what other threads of a warp write without waiting for them.
+
+Sums of halves are taken in float32. Does not handle: symbolic extents.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import tvm
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 from tvm.ir import IRModule, Op
 from tvm.relax import op
 from tvm.relax.expr_functor import PyExprMutator, mutator
-from tvm.script import tirx as T
 
 from ..functions.functions import rewrite_functions, static_shape, where_changed
 
-SCANS = {"relax.cumsum": (op.add, 0), "relax.cumprod": (op.multiply, 1)}
-PART = 64
-"""Elements that a thread goes through where rows are longer than two of these."""
-THREADS = 128
+ROWS = 128
+"""Rows that fill a device, each a block; where rows are neighbours in memory, `SIDE` times as many.
+An estimate: a block of 1024 threads for nearly every multiprocessor of an H200."""
+SIDE = 32
+SHORTEST_PART = 2048
+"""Elements: shorter rows are walked through in less time than two more launches take. Where rows
+are neighbours, a quarter."""
 WIDER = {"float16": "float32", "bfloat16": "float32"}
 
 
@@ -56,74 +63,93 @@ class _Opener(PyExprMutator):
         if not isinstance(call.op, Op) or call.op.name not in SCANS:
             return call
         extents = static_shape(call.args[0])
-        if not extents or 0 in extents or call.attrs.exclusive:
+        if not extents or 0 in extents:
             return call
         self.changed = True
-        x, dtype = call.args[0], str(call.ty.dtype)
-        axis = call.attrs.axis
+        x, dtype, axis = call.args[0], str(call.ty.dtype), call.attrs.axis
         if axis is None:
-            extents, axis = (math.prod(extents),), 0
-        axis = int(axis) % len(extents)
-        shape = math.prod(extents[:axis]), extents[axis], math.prod(extents[axis + 1 :])
-        x = self._emit(op.astype(op.reshape(x, shape), WIDER.get(dtype, dtype)))
-        found = self._scanned(x, call.op.name)
-        return op.reshape(self._emit(op.astype(found, dtype)), call.ty.shape)
+            axis, x = 0, self._emit(op.reshape(x, (math.prod(extents),)))
+        return self._scanned(
+            x, int(axis) % x.ty.ndim, call.op.name, bool(call.attrs.exclusive), dtype
+        )
 
-    def _scanned(self, x: relax.Expr, name: str) -> relax.Expr:
-        """The scan of x along the middle one of three axes."""
-        combine, neutral = SCANS[name]
-        outer, length, inner = static_shape(x)
-        if length <= 2 * PART:
-            return self._run(x, name)
-        parts = -(-length // PART)
-        if parts * PART > length:
-            width = [0, 0, 0, parts * PART - length, 0, 0]
-            x = self._emit(op.nn.pad(x, width, pad_value=neutral))
-        x = self._emit(op.reshape(x, (outer * parts, PART, inner)))
-        local = self._emit(op.reshape(self._run(x, name), (outer, parts, PART, inner)))
-        ends = self._emit(op.strided_slice(local, [2], [PART - 1], [PART]))
-        totals = self._scanned(self._emit(op.reshape(ends, (outer, parts, inner))), name)
-        before = self._emit(op.strided_slice(totals, [1], [0], [parts - 1]))
-        before = self._emit(op.nn.pad(before, [0, 0, 1, 0, 0, 0], pad_value=neutral))
-        before = self._emit(op.reshape(before, (outer, parts, 1, inner)))
-        whole = self._emit(combine(local, before))
-        whole = self._emit(op.reshape(whole, (outer, parts * PART, inner)))
-        return self._emit(op.strided_slice(whole, [1], [0], [length]))
+    def _scanned(
+        self, x: relax.Expr, axis: int, name: str, exclusive: bool, dtype: str
+    ) -> relax.Expr:
+        """The scan of x along an axis as `dtype`, in parts where that fills the device better."""
+        shape = static_shape(x)
+        x = self._cast(x, WIDER.get(dtype, dtype))
+        parts = parts_of(shape, axis)
+        if parts == 1:
+            return self._cast(self._scan(x, axis, name, exclusive), dtype)
+        kind, length = SCANS[name], shape[axis]
+        outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+        part = -(-length // parts)
+        x = self._emit(op.reshape(x, (outer, length, inner)))
+        if parts * part > length:
+            width = [0, 0, 0, parts * part - length, 0, 0]
+            x = self._emit(op.nn.pad(x, width, pad_value=kind.neutral))
+        x = self._emit(op.reshape(x, (outer, parts, part, inner)))
+        totals = self._emit(kind.reduce(x, [2], keepdims=True))
+        before = self._emit(self._scanned(totals, 1, name, True, str(x.ty.dtype)))
+        local = self._scan(x, 2, name, exclusive)
+        whole = self._emit(self._cast(self._emit(kind.combine(before, local)), dtype))
+        whole = self._emit(op.reshape(whole, (outer, parts * part, inner)))
+        if parts * part > length:
+            whole = self._emit(op.strided_slice(whole, [1], [0], [length]))
+        return op.reshape(whole, shape)
 
-    def _run(self, x: relax.Expr, name: str) -> relax.Expr:
-        shape, dtype = static_shape(x), str(x.ty.dtype)
-        short = name.removeprefix("relax.")
-        kernel = scan_kernel(shape, dtype, short == "cumprod")
-        gvar = self.builder_.add_func(kernel, f"{short}_rows")
-        return self._emit(relax.call_tir(gvar, [x], relax.TensorType(shape, dtype)))
+    def _scan(self, x: relax.Expr, axis: int, name: str, exclusive: bool) -> relax.Expr:
+        kind = SCANS[name]
+
+        def scan(x: te.Tensor) -> te.Tensor:
+            return scanned(x, axis, kind.reducer, kind.neutral, exclusive)
+
+        hint = name.removeprefix("relax.")
+        return self._emit(self.builder_.call_te(scan, x, primfunc_name_hint=hint))
+
+    def _cast(self, x: relax.Expr, dtype: str) -> relax.Expr:
+        return x if str(x.ty.dtype) == dtype else self._emit(op.astype(x, dtype))
 
     def _emit(self, expr: relax.Expr) -> relax.Expr:
         return self.builder_.emit(expr)
 
 
-def scan_kernel(shape: tuple[int, int, int], dtype: str, is_product: bool) -> tirx.PrimFunc:
-    """A kernel for the running sums, or products, along the middle axis: a thread for each row."""
-    outer, length, inner = shape
-    rows = outer * inner
-    blocks, first = -(-rows // THREADS), int(is_product)
+def scanned(
+    x: te.Tensor, axis: int, reducer: Callable, neutral: float, exclusive: bool = False
+) -> te.Tensor:
+    """Each element of x with all before it along an axis, as `ir.blocks.read_scan` reads it."""
+    k = te.reduce_axis((0, x.shape[axis]), "k")
 
-    @T.prim_func(private=True, s_tir=True)
-    def scan(
-        x: T.Buffer((outer, length, inner), dtype), result: T.Buffer((outer, length, inner), dtype)
-    ):
-        T.func_attr({"tirx.is_scheduled": True})
-        for block in T.thread_binding(blocks, thread="blockIdx.x"):
-            for thread in T.thread_binding(THREADS, thread="threadIdx.x"):
-                with T.sblock():
-                    total = T.sblock_alloc_buffer((1,), dtype, scope="local")
-                    row: T.let[T.int64] = T.int64(block) * THREADS + T.int64(thread)
-                    if row < rows:
-                        total[0] = T.Cast(dtype, first)
-                        for i in T.serial(length):
-                            if is_product:
-                                total[0] = total[0] * x[row // inner, i, row % inner]
-                            else:
-                                total[0] = total[0] + x[row // inner, i, row % inner]
-                            result[row // inner, i, row % inner] = total[0]
+    def element(*at: tirx.Var) -> tirx.PrimExpr:
+        place = at[axis]
+        counts = k.var < place if exclusive else k.var <= place
+        value = x(*at[:axis], k.var, *at[axis + 1 :])
+        return reducer(tirx.if_then_else(counts, value, tirx.const(neutral, x.dtype)), axis=k)
 
-    return scan
+    return te.compute(x.shape, element, name="scan")
+
+
+def parts_of(shape: tuple[int, ...], axis: int) -> int:
+    """How many parts of a row are scanned side by side."""
+    rows, length, inner = math.prod(shape) // shape[axis], shape[axis], shape[axis + 1 :]
+    apart = math.prod(inner) == 1
+    wanted = ROWS * (1 if apart else SIDE) // max(1, rows)
+    shortest = SHORTEST_PART if apart else SHORTEST_PART // 4
+    return max(1, min(wanted, length // shortest))
+
+
+class _Kind:
+    """A scan: what combines two elements, and changes nothing; the reduction of the same kind."""
+
+    def __init__(
+        self, combine: Callable, neutral: float, reduce: Callable, reducer: Callable
+    ) -> None:
+        self.combine, self.neutral, self.reduce, self.reducer = combine, neutral, reduce, reducer
+
+
+_PRODUCT = te.comm_reducer(lambda a, b: a * b, lambda dtype: tirx.const(1, dtype), "product")
+SCANS = {
+    "relax.cumsum": _Kind(op.add, 0, op.sum, te.sum),
+    "relax.cumprod": _Kind(op.multiply, 1, op.prod, _PRODUCT),
+}

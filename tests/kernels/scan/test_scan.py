@@ -1,0 +1,211 @@
+"""Kernels of scans: numbers on the CPU emulator, resources, plans, and what they refuse."""
+
+import numpy as np
+import pytest
+from tvm import relax
+from tvm.relax import op
+
+from tvm_fusion.config import load_profile
+from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels.program.analysis import analyze
+from tvm_fusion.kernels.scan.config import ScanConfig
+from tvm_fusion.kernels.scan.kernel import emit_scan, scan_configs
+from tvm_fusion.kernels.scan.problem import read_scans
+from tvm_fusion.transform.lower.scans import SCANS, parts_of, scanned
+
+from ...support.cuda_on_cpu import compile_cubins, run_cuda_on_cpu
+from ...support.graphs import module, plan_of
+from ...support.kernel_cases import assert_close, fuse, numpy_dtype, outputs_of
+
+H200 = load_profile("nvidia_h200")
+HALF, BRAIN, FLOAT, WHOLE = "float16", "bfloat16", "float32", "int64"
+
+
+def scan(bb, x, axis, name="cumsum", exclusive=False):
+    kind = SCANS[f"relax.{name}"]
+    return bb.emit(bb.call_te(lambda x: scanned(x, axis, kind.reducer, kind.neutral, exclusive), x))
+
+
+def wide(bb, x):
+    return bb.emit(op.astype(x, FLOAT)) if str(x.ty.dtype) in (HALF, BRAIN) else x
+
+
+def alone(axis, name="cumsum", exclusive=False):
+    """A scan in float32, rounded once."""
+
+    def emit(bb, x):
+        return op.astype(scan(bb, wide(bb, x), axis, name, exclusive), str(x.ty.dtype))
+
+    return emit
+
+
+def reference(x, axis, name="cumsum", exclusive=False):
+    x = x.astype(np.int64 if x.dtype.kind in "iu" else np.float64)
+    found = getattr(np, name)(x, axis)
+    return found if not exclusive else (found - x if name == "cumsum" else found / x)
+
+
+def drawn(shape, dtype):
+    rng = np.random.default_rng(1)
+    if dtype == WHOLE:
+        return rng.integers(-9, 9, shape)
+    return (1 + rng.standard_normal(shape) * 0.1).astype(numpy_dtype(dtype))
+
+
+def run(func, *inputs, config=None, seed=None):
+    program = read_scans(func)
+    kernel = emit_scan(program, H200, config or scan_configs(program, H200)[0])
+    outputs = outputs_of(func, len(inputs))
+    assert run_cuda_on_cpu(kernel, [*inputs, *outputs], seed=seed) == 1
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "dtype"),
+    [
+        ((3, 8), 1, FLOAT),
+        ((2, 4096), 1, HALF),
+        ((5, 1001), 1, BRAIN),
+        ((1, 1), 1, FLOAT),
+        ((70, 37), 0, HALF),
+        ((3, 131, 5), 1, FLOAT),
+        ((2, 300, 33, 1), 1, WHOLE),
+        ((9, 12), 1, WHOLE),
+        ((1, 1100), 1, FLOAT),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["cumsum", "cumprod"])
+def test_scans_along_any_axis_are_right(shape, axis, dtype, name):
+    x = drawn(shape, dtype)
+    if name == "cumprod":
+        x = np.sign(x) if dtype == WHOLE else (1 + (x.astype(FLOAT) - 1) / 200).astype(x.dtype)
+    func = fuse(alone(axis, name), (shape, dtype))
+    (found,) = run(func, x, seed=3)
+    assert_close(found, reference(x, axis, name), dtype)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((3, 200), 1), ((200, 3), 0)])
+def test_an_exclusive_scan_leaves_out_the_element_itself(shape, axis):
+    x = drawn(shape, FLOAT)
+    (found,) = run(fuse(alone(axis, exclusive=True), (shape, FLOAT)), x)
+    assert (np.take(found, 0, axis) == 0).all()
+    assert_close(found, reference(x, axis, exclusive=True), FLOAT)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ScanConfig(32, 4, 4, along=True),
+        ScanConfig(256, 1, 8, along=True),
+        ScanConfig(1, 64, 8, along=True),
+        ScanConfig(8, 16, 3, along=True),
+        ScanConfig(16, 32, 8, along=False),
+        ScanConfig(1, 32, 4, along=False),
+        ScanConfig(32, 2, 5, along=False),
+    ],
+    ids=str,
+)
+def test_every_layout_of_threads_is_right(config):
+    shape = (7, 520)
+    x = drawn(shape, HALF)
+    (found,) = run(fuse(alone(1), (shape, HALF)), x, config=config, seed=5)
+    assert_close(found, reference(x, 1), HALF)
+
+
+def around(bb, x, y, w):
+    """Work before, between two scans, and behind; what stands before is an output, too."""
+    before = bb.emit(op.multiply(op.tanh(wide(bb, x)), w))
+    first = scan(bb, before, 1)
+    second = scan(bb, bb.emit(op.multiply(op.sigmoid(first), wide(bb, y))), 1)
+    behind = bb.emit(
+        op.add(bb.emit(op.exp(bb.emit(op.multiply(second, relax.const(-0.1, FLOAT))))), wide(bb, y))
+    )
+    return relax.Tuple([bb.emit(op.astype(behind, HALF)), before, bb.emit(op.add(first, w))])
+
+
+@pytest.mark.parametrize("shape", [(5, 1000, 1), (3, 90, 40)], ids=str)
+def test_work_before_between_and_behind_is_in_the_same_launch(shape):
+    x, y = drawn(shape, HALF), drawn(shape, HALF)
+    w = drawn((shape[1], 1), FLOAT)
+    func = fuse(around, (shape, HALF), (shape, HALF), (w.shape, FLOAT))
+    found = run(func, x, y, w, seed=1)
+    x, y, w = (a.astype(np.float64) for a in (x, y, w))
+    before = np.tanh(x) * w
+    first = before.cumsum(1)
+    second = (y / (1 + np.exp(-first))).cumsum(1)
+    expected = [np.exp(second * -0.1) + y, before, first + w]
+    for got, wanted, dtype in zip(found, expected, (HALF, FLOAT, FLOAT), strict=True):
+        assert_close(got, wanted, dtype)
+
+
+def test_infinities_and_nan_reach_what_follows_them_and_nothing_else():
+    x = np.ones((2, 300), np.float32)
+    x[0, 100], x[1, 7] = np.inf, np.nan
+    (found,) = run(fuse(alone(1), (x.shape, FLOAT)), x)
+    expected = x.cumsum(1)
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
+    np.testing.assert_array_equal(found[~np.isnan(found)], expected[~np.isnan(found)])
+
+
+def test_a_scan_is_no_row_program_and_is_not_read_off_its_point():
+    func = fuse(alone(1), ((4, 8), FLOAT))
+    with pytest.raises(Unsupported, match="is a scan"):
+        analyze(func)
+    shifted = fuse(lambda bb, x: op.strided_slice(scan(bb, x, 1), [1], [1], [8]), ((4, 8), FLOAT))
+    with pytest.raises(Unsupported, match="beside scans"):
+        read_scans(shifted)
+    flipped = fuse(lambda bb, x: op.flip(scan(bb, x, 1), 1), ((4, 8), FLOAT))
+    with pytest.raises(Unsupported, match="read at another point"):
+        read_scans(flipped)
+    with pytest.raises(Unsupported, match="holds no scan"):
+        read_scans(fuse(lambda bb, x: op.exp(x), ((4, 8), FLOAT)))
+
+
+def groups_of(emit, *inputs):
+    return plan_of(module(emit, *inputs), "nvidia_h200").plan.groups
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_scan_is_planned_with_what_stands_around_it(axis):
+    def emit(bb, x, y):
+        found = bb.emit(op.cumsum(bb.emit(op.exp(x)), axis))
+        return op.multiply(found, y)
+
+    shape = (64, 512, 96)
+    (group,) = groups_of(emit, (shape, HALF), (shape, HALF))
+    assert group.kernel_class == "scan"
+    limit = 3 * 2 * np.prod(shape) / H200.hbm_bytes_per_s * 1e6
+    assert group.predicted_us < 2 * limit + 10
+
+
+def test_few_long_rows_are_taken_apart():
+    assert parts_of((4096, 8192), 1) == 1
+    assert parts_of((2, 1 << 20), 1) == 64
+    assert parts_of((1, 5000), 1) == 2
+    assert parts_of((8192, 4), 0) == 16
+    assert parts_of((8192, 1 << 15), 0) == 1
+
+
+def test_other_classes_compute_no_scans_and_say_so():
+    def emit(bb, x):
+        found = bb.emit(op.cumsum(x, 1))
+        return op.sum(found, 1)
+
+    groups = groups_of(emit, ((4096, 4096), FLOAT))
+    assert [g.kernel_class for g in groups] == ["scan", "row"]
+
+
+@pytest.mark.parametrize(
+    "emit", [alone(1), alone(0), alone(1, "cumprod")], ids=["along", "across", "product"]
+)
+def test_kernels_compile_for_hopper_without_spills(emit):
+    func = fuse(emit, ((4096, 4096), HALF))
+    program = read_scans(func)
+    kernels = {
+        f"scan_{n}": emit_scan(program, H200, config)
+        for n, config in enumerate(scan_configs(program, H200))
+    }
+    for found in compile_cubins(kernels):
+        assert found.spill_bytes == 0
+        assert found.registers <= 80

@@ -1,0 +1,132 @@
+"""Kernel class `scan`: running sums, products, maxima and minima along one axis, with pointwise
+work before, between and behind; each element is read once.
+
+    y[i, j] = exp(sum over k <= j of x[i, k] * w[k]) + z[i, j]
+
+The space is rows x columns, the columns lying along the scanned axis, wherever that is. Blocks
+behind a scan are read at their own point only; what stands before it may be any pointwise work.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ...config import HardwareProfile, Policy
+from ...cost.liveness import live_values
+from ...cost.traffic import Resources, Traffic
+from ...ir.access import Block
+from ...ir.extents import assumed, assumed_product
+from ...plan.group_view import GroupView
+from ...plan.refusal import Refusal, RefusalCode
+from ..base import REDUCES, SCANS, Family, Fit, Needs
+from ..forms import Writer
+from ..group.footprint import evaluations, is_identity, refuse_recompute
+from ..group.roles import refuse_other_row
+from ..group.streams import bytes_a_point, element_sizes
+from ..group.traffic import Shape, cuda_resources, cuda_traffic, group_streams
+from .config import WARP, ScanConfig, best_config
+from .kernel import WRITER
+
+BASE_REGISTERS = 24
+"""For places, pointers and the exchange (ptxas: 28 to 40 in scans of one input and output)."""
+
+
+class ScanClass(Family):
+    """See the module docstring.
+
+    Does not handle: reductions in the same launch, scans along several axes, outputs of another
+    shape than the scans'.
+    """
+
+    name = "scan"
+    needs = Needs(SCANS, REDUCES, scans=True)
+
+    def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
+        anchor = next((b for b in group.blocks if b.scanned is not None), None)
+        if anchor is None:
+            return group.refuse(RefusalCode.REDUCTION, "the group holds no scan")
+        behind: set[int] = set()
+        for block in group.blocks:
+            if refusal := _refuse_block(group, block, anchor, behind):
+                return refusal
+        space = anchor.extents(anchor.spatial)
+        for t in group.outputs:
+            writer = group.writer_of[t]
+            if writer.extents(writer.spatial) != space:
+                return group.refuse(
+                    RefusalCode.SPACE_MISMATCH,
+                    f"output {group.graph.tensors[t].name} has another shape than the scans",
+                )
+        runs = evaluations(group)
+        if refusal := refuse_recompute(group, runs, policy):
+            return refusal
+        columns = assumed(anchor.axes[anchor.scanned].extent)
+        rows = assumed_product(space) // max(1, columns)
+        return Fit(self.name, rows, columns, runs.counts)
+
+    def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
+        return cuda_traffic(group, fit, hw, _shape(group, fit, hw))
+
+    def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
+        return cuda_resources(group, fit, _shape(group, fit, hw))
+
+    def writer(self, hw: HardwareProfile) -> Writer:
+        return WRITER
+
+
+def _refuse_block(
+    group: GroupView, block: Block, anchor: Block, behind: set[int]
+) -> Refusal | None:
+    """Why a block does not fit; `behind` collects the tensors that a scan is needed for."""
+    if block.reduction is not None:
+        return group.refuse(RefusalCode.REDUCTION, f"{block.name} is a reduction")
+    read = [access for access in block.reads if access.tensor in behind]
+    if block.scanned is None and not read:
+        return None
+    space, axis = anchor.extents(anchor.spatial), anchor.scanned
+    if block.extents(block.spatial) != space or block.scanned not in (None, axis):
+        return group.refuse(
+            RefusalCode.SPACE_MISMATCH,
+            f"{block.name} is computed over another shape, or along another axis, than the scan",
+        )
+    for access in read:
+        if not is_identity(block, access):
+            return refuse_other_row(group, block, access.tensor)
+    behind.update(w.tensor for w in block.writes)
+    return None
+
+
+def _shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
+    return group.once("scan shape", lambda: _find_shape(group, fit, hw))
+
+
+def _find_shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
+    found, elements = group_streams(group, fit), float(fit.rows * fit.columns)
+    narrow = min(element_sizes(found, elements), default=2)
+    config = best_config(fit.rows, fit.columns, _is_contiguous(group), narrow, hw)
+    read, scans = bytes_a_point(found, elements), sum(b.scanned is not None for b in group.blocks)
+    turns = math.ceil(fit.columns / config.chunk)
+    vectors = config.along and fit.columns % config.width == 0
+    return Shape(
+        blocks=float(math.ceil(fit.rows / config.rows)),
+        threads=config.threads * config.rows,
+        width=config.width if vectors else 1,
+        points=float(config.width),
+        registers=int(BASE_REGISTERS + live_values(group) + config.width * (scans + read / 4)),
+        smem_bytes=_smem_bytes(config, scans),
+        flight_bytes=float(config.width * read),
+        rounds=float(turns),
+        exchanges=float(turns * scans),
+        shuffles=turns * scans * math.log2(min(WARP, config.threads)) if config.along else 0.0,
+    )
+
+
+def _smem_bytes(config: ScanConfig, scans: int) -> int:
+    return scans * config.partials * 2 * 4
+
+
+def _is_contiguous(group: GroupView) -> bool:
+    """Whether the scanned axis is the last one that counts."""
+    anchor = next(b for b in group.blocks if b.scanned is not None)
+    behind = [i for i in anchor.spatial if i > anchor.scanned]
+    return all(anchor.axes[i].extent == 1 for i in behind)
