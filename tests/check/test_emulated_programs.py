@@ -73,6 +73,12 @@ SMALL = [
     of("torch.cumprod({0}, 0)", "torch.rand((300, 2)) + 0.5"),
     of("torch.cumsum({0}, 1).relu()", "torch.randn((2, 9000))"),
     of("torch.cumsum({0}, -1)", "torch.randn((3, 140)) > 0"),
+    of("torch.cat([torch.cumsum({0}, 1), {1}], 1)", "torch.randn((6, 50))", "torch.randn((6, 3))"),
+    of(
+        "torch.softmax(torch.cumsum(torch.cumsum({0}.flip(1), 1).flip(1), 0), 1)",
+        "torch.randn((6, 50))",
+    ),
+    of("F.pad(torch.cumsum({0}[:, ::2], 1), (1, 2))", "torch.randn((6, 50)).to(torch.bfloat16)"),
     of("{0}.mean(-1)", "torch.randn((3, 31)).to(torch.float64)"),
     of("-{0}", "torch.randint(0, 9, (3, 5), dtype=torch.uint8)"),
     of(
