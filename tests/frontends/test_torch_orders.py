@@ -24,6 +24,7 @@ def orders(x):
         (x.argmax(1), x.argmin(0), x.argmax(), x.argmin(1, keepdim=True)),
         (x.max(1), x.min(0, keepdim=True), x.sort(1), x.sort(dim=0, descending=True, stable=True)),
         (x.argsort(dim=1, stable=True), x.topk(2, 1).values, x.topk(2, 0, largest=False).values),
+        (x.topk(1, 1).values, x.topk(1, 0).values),
         (x.median(1), x.median()),
     )
 

@@ -142,6 +142,31 @@ def max_and_exp(bb, x):
     return relax.Tuple([bb.emit(op.max(x, axis=0)), bb.emit(op.exp(x))])
 
 
+def places(axis):
+    """The places of extrema, the first of equal ones, and that of what a maximum is taken off:
+    a second sweep, which runs backwards.
+    """
+
+    def emit(bb, x):
+        top = bb.emit(op.max(x, axis=axis, keepdims=True))
+        below = bb.emit(op.subtract(x, top))
+        found = [(op.argmax, x), (op.argmin, x), (op.argmin, below)]
+        return relax.Tuple([*(bb.emit(place(of, axis)) for place, of in found), top])
+
+    return emit
+
+
+def places_of(axis):
+    def reference(x):
+        return [x.argmax(axis), x.argmin(axis), x.argmin(axis), x.max(axis, keepdims=True)]
+
+    return reference
+
+
+def ties(*shape):
+    return lambda rng: rng.integers(-3, 3, shape).astype(HALF)
+
+
 def softmax_of(axis):
     def reference(x):
         e = np.exp(x - x.max(axis, keepdims=True))
@@ -239,6 +264,13 @@ CASES = [
          make={1: lambda rng: rng.integers(0, 9, (23,))}),
     case("slice with a tail", sum_of_slice, [((15, 64), HALF)], lambda x: [x[:, 8:61].sum(0)],
          config(LOOP, 8, 4, 8)),
+    case("places", places(0), [((90, 40), HALF)], places_of(0), config(LOOP, 8, 4, 2),
+         config(LOOP, 4, 16, 8, 4), config(REGISTERS, 8, 16, 4), config(LOOP, 32, 2, 1),
+         make={0: ties(90, 40)}),
+    case("places of an odd middle axis", places(1), [((2, 61, 13), HALF)], places_of(1),
+         config(LOOP, 16, 8, 1), config(REGISTERS, 4, 8, 4), make={0: ties(2, 61, 13)}),
+    case("places of numbers", lambda bb, x: op.argmax(x, 0), [((33, 12), "int32")],
+         lambda x: [x.argmax(0)], config(LOOP, 4, 8, 4)),
     case("guarded", padded_max, [((29, 40), HALF)],
          lambda x: [np.pad(x, [(0, 3), (0, 0)], constant_values=-65504).reshape(4, 8, 40).max(1)],
          config(LOOP, 32, 2, 1), config(LOOP, 8, 4, 4)),

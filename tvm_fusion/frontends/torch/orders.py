@@ -150,6 +150,9 @@ def _topk(importer: Importer, node: fx.Node) -> relax.Expr:
     x, axis = importer.value_of(args["self"]), args["dim"]
     if x.ty.ndim == 0:
         return importer.emit(relax.Tuple([x, relax.const(0, "int64")]))
+    if args["k"] == 1 and args["largest"]:  # which of equal ones it takes is left open
+        order = place_of_extremum(importer, relax.op.argmax, x, axis, True)
+        return importer.emit(relax.Tuple([_at(importer, x, order, axis), order]))
     keys = _keys(importer, x)
     options = (args["k"], axis, "indices", args["largest"], "int64")
     order = importer.emit(relax.op.topk(keys, *options))

@@ -20,7 +20,7 @@ from ..program.expr import constant, convert
 from ..program.narrow import narrow_indices
 from ..program.online import merge_online
 from ..program.program import Extent, Program, Reduction
-from ..row.exchange import finite, rescale, with_initial
+from ..row.exchange import carried, finite, index_of, is_arg, rescale, with_initial
 from .config import ColumnConfig, Form
 from .lanes import Lanes, find_inner, lanes_along_columns, lanes_along_rows
 from .rank import column_ranked
@@ -39,10 +39,16 @@ class ColumnForm(ColumnKernel):
     def exchange(self, group: Iterable[Reduction]) -> None:
         """Partial results of the walkers -> results of the rows, known to all of them."""
         config = self.config
-        pairs = [(reduction, self.accumulators[reduction.var]) for reduction in group]
+        group = list(group)
+        own = {reduction.var: reduction for reduction in group}
+        for reduction in filter(is_arg, group):
+            self.accumulators[reduction.var] = self.best[reduction.var].keys()
+        pairs = [(carried(reduction), self.accumulators[reduction.var]) for reduction in group]
 
         def finish(reduction: Reduction, w: int, result: Expr) -> None:
-            self.scopes[w].env[reduction.var] = with_initial(reduction, result)
+            reduction = own[reduction.var]
+            whole = index_of(reduction, result) if is_arg(reduction) else result
+            self.scopes[w].env[reduction.var] = with_initial(reduction, whole)
 
         if self.lanes.along_rows:
             LaneExchange(
@@ -145,6 +151,7 @@ class LoopColumns(ColumnForm):
         self.load_still(wanted)
         self.prepare_starts(wanted)
         prepared = self.prepare(step.swept)
+        self.backwards = backwards
         self.reset([*step.plain, *step.running])
         unroll = self.config.unroll
         groups = self.turns // unroll

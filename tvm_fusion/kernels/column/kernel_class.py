@@ -16,7 +16,7 @@ from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
 from ...ir.access import Access, Block, Extent, Reduction
 from ...ir.extents import assumed, assumed_product, non_unit, product_key
-from ...plan.group_view import GroupView
+from ...plan.group_view import GroupView, dtype_bytes
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import FIXED_SIZES, REDUCES, Family, Fit, Needs
 from ..forms import Writer
@@ -30,6 +30,8 @@ from .planned import column_kernel, column_shape, column_traffic
 CPU_SLOWNESS = 1.8
 """On a CPU, reductions over leading axes take this times what copies of as many bytes do (2 cores
 of a Zen 4, 2026-11-24: 4096 x 4096 in 3.6 ms, a copy 1.9; others 1.7 to 2.4)."""
+KEY_BYTES = 4
+"""Of a number whose place is exchanged with it, at most (`row.exchange`)."""
 COLUMNS_A_THREAD = 16
 """Columns that a thread walks over, at least, where there are many."""
 
@@ -84,8 +86,8 @@ class _Roles:
 class Column(Family):
     """See the module docstring.
 
-    Does not handle: argmax; symbolic columns; reductions of different rows in one group; reductions
-    over the contiguous axes (`row` does).
+    Does not handle: argmax on a CPU (class `nest`); symbolic columns; reductions of different rows
+    in one group; reductions over the contiguous axes (`row` does).
     """
 
     name = "column"
@@ -98,7 +100,7 @@ class Column(Family):
             return space
         roles = _Roles(space)
         for block in group.blocks:
-            refusal = _check_block(group, block, roles, id(block) in group.views)
+            refusal = _check_block(group, block, roles, id(block) in group.views, hw)
             if refusal is not None:
                 return refusal
         for t in group.outputs:
@@ -183,10 +185,12 @@ def _space(group: GroupView) -> _Space | Refusal:
     return space
 
 
-def _check_block(group: GroupView, block: Block, roles: _Roles, is_view: bool) -> Refusal | None:
+def _check_block(
+    group: GroupView, block: Block, roles: _Roles, is_view: bool, hw: HardwareProfile
+) -> Refusal | None:
     """Finds the role of a block; why it has none."""
     if block.reduction is not None:
-        refusal = _check_reduction(group, block, roles.space)
+        refusal = _check_reduction(group, block, roles.space, hw)
         if refusal is not None:
             return refusal
         role = Role.ROW
@@ -227,11 +231,19 @@ def _role_of_view(block: Block, roles: _Roles) -> Role:
     return roles.role(block) if produced and produced[0] is None else Role.SMALL
 
 
-def _check_reduction(group: GroupView, block: Block, space: _Space) -> Refusal | None:
-    unknown = (Reduction.OTHER, Reduction.ARGMAX, Reduction.ARGMIN)
-    if block.reduction in unknown or block.is_matrix_product:
+def _check_reduction(
+    group: GroupView, block: Block, space: _Space, hw: HardwareProfile
+) -> Refusal | None:
+    arg = block.reduction in (Reduction.ARGMAX, Reduction.ARGMIN)
+    unknown = block.reduction is Reduction.OTHER or (arg and hw.kind == "llvm")
+    if unknown or block.is_matrix_product:
         return group.refuse(
             RefusalCode.REDUCTION, f"{block.name} combines in a way no column kernel knows"
+        )
+    sizes = [dtype_bytes(group.graph.tensors[a.tensor].dtype) for a in block.reads]
+    if arg and max(sizes) > KEY_BYTES:
+        return group.refuse(
+            RefusalCode.REDUCTION, f"{block.name} orders numbers of {max(sizes)} bytes"
         )
     order = read_order(block, picks=True)
     live = [i for i in order or () if block.axes[i].extent != 1]

@@ -18,8 +18,8 @@ from ...errors import Unsupported
 from ..gpu.frame import Frame
 from ..gpu.scope import Point, RowScope
 from ..program.expr import constant, convert, dtype_of, variables
-from ..program.program import COMBINE, Element, Output, Program, Reduction, Tile, Value
-from ..row.exchange import identity
+from ..program.program import Element, Output, Program, Reduction, Tile, Value
+from ..row.exchange import Best, check_arg, identity, is_arg
 from ..row.steps import kept_values
 from .config import ColumnConfig
 from .lanes import Lanes
@@ -62,7 +62,8 @@ class ColumnState:
     whole : condition under which all lanes of the thread exist; None if they always do.
     mine : condition under which the lanes are the thread's own to store; None if they always are.
     buffers : vector loads -> register array; kept : values -> register array.
-    accumulators : reduction -> one for each lane.
+    accumulators : reduction -> one for each lane; best : those of reductions that give an index.
+    backwards : the sweep under way goes from the last column to the first.
     """
 
     def __init__(self, program: Program, config: ColumnConfig, lanes: Lanes, frame: Frame) -> None:
@@ -72,6 +73,8 @@ class ColumnState:
         self.buffers: dict[Var, Var] = {}
         self.kept: dict[Var, Var] = {}
         self.accumulators: dict[Var, Var] = {}
+        self.best: dict[Var, Best] = {}
+        self.backwards = False
         self.whole: Expr | None = None
         self.mine: Expr | None = None
         self._place_threads()
@@ -194,6 +197,9 @@ class ColumnState:
     def reset(self, reductions: Iterable[Reduction]) -> None:
         """Neutral accumulators."""
         for reduction in reductions:
+            if is_arg(reduction):
+                self.best[reduction.var] = Best(reduction, self.config.width)
+                continue
             partial = T.alloc_local((self.config.width,), reduction.dtype)
             self.accumulators[reduction.var] = partial
             for w in range(self.config.width):
@@ -246,7 +252,7 @@ def check(program: Program) -> None:
         raise Unsupported("the program does not reduce")
     if program.siblings or program.accumulations:
         raise Unsupported("programs beside the columns, or sums over their rows")
-    if any(reduction.kind not in COMBINE for reduction in program.reductions):
-        raise Unsupported("a reduction that gives an index")
+    for reduction in program.reductions:
+        check_arg(reduction)
     if not isinstance(program.columns, int):
         raise Unsupported(f"columns of symbolic length {program.columns}")

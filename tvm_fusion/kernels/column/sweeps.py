@@ -17,7 +17,7 @@ from ..gpu.scope import Point, RowScope
 from ..gpu.transfer import places, store_values
 from ..program.expr import bytes_of, constant, convert, dtype_of, substitute, variables
 from ..program.program import COMBINE, Output, Reduction
-from ..row.exchange import WARP, Exchange, Threads, identity, rescale, warp_reduce
+from ..row.exchange import WARP, Exchange, Threads, identity, is_arg, rescale, warp_reduce
 from .config import ColumnConfig
 from .lanes import Vector
 from .state import Chunk, ColumnState
@@ -362,6 +362,10 @@ class ColumnKernel(ColumnState):
             points.append(point)
             values = [point.evaluate(expr) for expr in exprs]
             for reduction, value in zip(reductions, values, strict=False):
+                if is_arg(reduction):
+                    in_order = not self.backwards
+                    self.best[reduction.var].update(w, value, point.column, None, in_order)
+                    continue
                 partial = self.accumulators[reduction.var]
                 T.buffer_store(partial, COMBINE[reduction.kind](partial[w], value), [w])
             for collected, value in zip(results, values[len(reductions) :], strict=True):

@@ -86,6 +86,13 @@ class Best:
         T.buffer_store(self.values, tirx.Select(taken, value, self.values[way]), [way])
         T.buffer_store(self.columns, tirx.Select(taken, column, self.columns[way]), [way])
 
+    def keys(self) -> Var:
+        """A key for each accumulator."""
+        found = T.alloc_local((self.ways,), KEY)
+        for way in range(self.ways):
+            T.buffer_store(found, self._key(self.values[way], self.columns[way]), [way])
+        return found
+
     def key(self) -> Var:
         """One key for all accumulators, in an array of one element."""
         found = T.alloc_local((1,), KEY)
