@@ -37,10 +37,17 @@ class PooledConv:
         return relax.Tuple([h, y]) if self.stored else y
 
     @property
+    def is_whole(self):
+        """Whether each position is in a window."""
+        pairs = zip(self.conv.output_sizes, self.window, strict=True)
+        return all(n % height == 0 for n, height in pairs)
+
+    @property
     def inputs(self):
         """Shapes and dtypes."""
-        shapes = [self.conv.data_shape, self.conv.weight_shape, *self.conv.extra]
-        return [(shape, self.conv.dtype) for shape in shapes]
+        conv = self.conv
+        shapes = [conv.data_shape, conv.weight_shape, *conv.extra, *conv.further_parts]
+        return [(shape, conv.dtype) for shape in shapes]
 
     def func(self):
         """The fused PrimFunc."""

@@ -25,6 +25,7 @@ from ..program.definitions import Definition, shape_of
 from ..program.expr import (
     conjunction,
     constant,
+    dtype_of,
     is_if_then_else,
     number,
     same,
@@ -223,6 +224,8 @@ def with_row_bits(
     for output in outputs:
         partial = output.partial
         if isinstance(partial, ColumnPartial):
+            if dtype_of(output.value) != "float32":
+                raise Unsupported(f"a run of {dtype_of(output.value)}")
             bits = _row_bits(output.indices, m, others, partial.rows)
             if bits is None:
                 rows = f"{partial.rows} within {RUN_ROWS} side by side"
@@ -244,29 +247,38 @@ def _row_bits(
     first, place = fresh_var("first", INDEX), fresh_var("place", INDEX)
     axes = [Axis(first, -(-count // RUN_ROWS)), Axis(place, RUN_ROWS)]
     simplify = Simplifier([*others, *axes])
-    env = _coordinates(m, first * constant(RUN_ROWS, INDEX) + place)
-    found = [simplify(substitute(index, env)) for index in indices]
-    results = [
-        [simplify(substitute(index, {place: constant(row, INDEX)})) for index in found]
-        for row in range(RUN_ROWS)
-    ]
+    start = first * constant(RUN_ROWS, INDEX)
+
+    def at(env: Mapping[Var, Expr], exprs: Sequence[Expr]) -> list[Expr]:
+        return [simplify(substitute(expr, env)) for expr in exprs]
+
+    # What becomes simple of any row of 16, such as (7 (row // 7) + row % 7) // 16, and what of each
+    # one by itself, such as (row // 4) // 3 where that is (4 first + row of 16 // 4) // 3.
+    found = at(_coordinates(m, start + place, simplify), indices)
+    numbers = [constant(row, INDEX) for row in range(RUN_ROWS)]
+    ways = (
+        [at({place: row}, found) for row in numbers],
+        [at(_coordinates(m, start + row, simplify), indices) for row in numbers],
+    )
 
     def is_one(bit: int) -> bool:
         """Whether rows that differ in this bit go to one result."""
-        lower = (row for row in range(RUN_ROWS) if not row >> bit & 1)
-        pairs = (zip(results[row], results[row | 1 << bit], strict=True) for row in lower)
-        return all(same(a, b) for pair in pairs for a, b in pair)
+        pairs = [(row, row | 1 << bit) for row in range(RUN_ROWS) if not row >> bit & 1]
+        return any(all(_equal(way[a], way[b]) for a, b in pairs) for way in ways)
 
     bits = tuple(filter(is_one, range(RUN_ROWS.bit_length() - 1)))
     return bits if 1 << len(bits) == rows else None
 
 
-def _coordinates(m: Sequence[Axis], row: Expr) -> dict[Var, Expr]:
+def _equal(some: Sequence[Expr], others: Sequence[Expr]) -> bool:
+    return all(same(a, b) for a, b in zip(some, others, strict=True))
+
+
+def _coordinates(m: Sequence[Axis], row: Expr, simplify: Simplifier) -> dict[Var, Expr]:
     """The axes of rows at a row; beyond the last one the first of them goes on."""
-    found, step = {}, 1
+    found, at = {}, row
     for position in range(len(m) - 1, -1, -1):
-        axis = m[position]
-        at = tirx.FloorDiv(row, constant(step, INDEX)) if step > 1 else row
-        found[axis.var] = tirx.FloorMod(at, constant(axis.extent, INDEX)) if position else at
-        step *= axis.extent
+        size = constant(m[position].extent, INDEX)
+        found[m[position].var] = tirx.FloorMod(at, size) if position else at
+        at = simplify(tirx.FloorDiv(at, size))
     return found

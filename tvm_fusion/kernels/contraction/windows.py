@@ -8,6 +8,7 @@ An operand of a convolution: its rows are positions, its terms the taps of a fil
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -36,6 +37,9 @@ class Window:
     phase, offset : Axis or None, int
         An axis of the batch whose extent is the number of phases of a transposed convolution:
         ``(phase + offset) // extent`` comes to the element.
+    inner : Axis or None
+        Positions are counted in windows that are pooled: ``axis * extent + inner``, with the extent
+        of `inner`.
     repeats : int
         Neighbours of one value, the first ones at a multiple of `repeats`: elements are those of
         data that is enlarged, of which only every `repeats`-th is one in memory.
@@ -53,11 +57,12 @@ class Window:
     phase: Axis | None = None
     offset: int = 0
     repeats: int = 1
+    inner: Axis | None = None
 
     @property
     def size(self) -> int:
         """Positions of the results."""
-        return 1 if self.axis is None else int(self.axis.extent)
+        return math.prod(int(axis.extent) for axis in (self.axis, self.inner) if axis is not None)
 
     @property
     def taps(self) -> int:
@@ -103,8 +108,10 @@ class Window:
     def start(self) -> Expr:
         """The element that is read at the first tap, times the expansion."""
         found = constant(-self.before, INDEX)
-        if self.axis is not None:
-            found = found + self.axis.var * constant(self.stride, INDEX)
+        size = 1 if self.inner is None else int(self.inner.extent)
+        for axis, step in ((self.axis, size), (self.inner, 1)):
+            if axis is not None:
+                found = found + axis.var * constant(self.stride * step, INDEX)
         if self.phase is not None:
             shifted = self.phase.var + constant(self.offset, INDEX)
             found = found + tirx.FloorDiv(shifted, constant(self.phase.extent, INDEX))

@@ -1,4 +1,6 @@
-"""Boxes of 64 positions of a convolution's results, which a warpgroup computes together."""
+"""Boxes of 64 positions of a convolution's results, which a warpgroup computes together; runs of
+positions that are reduced.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,11 @@ import math
 from collections.abc import Collection, Sequence
 
 from ...errors import Unsupported
-from ..contraction.model import RUN_ROWS
+from ..contraction.model import INDEX, RUN_ROWS, Axis, Output, Simplifier
 from ..gemm.hopper.model import BOX
 from ..gpu.tensor_map import MAX_BOX, MAX_STEP
+from ..program.expr import constant, number, substitute
+from .geometry import Convolution
 
 
 def box_shape(
@@ -98,3 +102,26 @@ def best_run(
         blocks = math.prod(-(-n // height) for n, height in zip(sizes, run, strict=True))
         found.append((boxes, blocks, run))
     return min(found)[2] if found else None
+
+
+def run_of(convolution: Convolution, reduced: Sequence[Output]) -> tuple[int, ...]:
+    """Positions along each window that go to the same element of the outputs that are reduced."""
+    indices = [index for output in reduced for index in output.indices]
+    zero = {axis.var: constant(0, INDEX) for axis in convolution.segment.space}
+    simplify = Simplifier([])
+
+    def place(axis: Axis, at: int) -> list[float | None]:
+        env = {**zero, axis.var: constant(at, INDEX)}
+        return [number(simplify(substitute(index, env))) for index in indices]
+
+    found = []
+    for window in convolution.windows:
+        height, axis = 1, window.axis
+        while height < min(RUN_ROWS, window.size) and place(axis, height) == place(axis, 0):
+            height *= 2
+        found.append(height)
+    short = [i for i, n in enumerate(found) if n >= convolution.windows[i].size]
+    if short:  # a run reaches beyond a window of fewer positions
+        rows = max(output.partial.rows for output in reduced)
+        found[short[0]] *= max(1, rows // math.prod(found))
+    return tuple(found)

@@ -29,10 +29,8 @@ from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
 from ..contraction.model import (
     INDEX,
-    RUN_ROWS,
     Axis,
     Operand,
-    Output,
     Simplifier,
     fresh_var,
 )
@@ -62,10 +60,8 @@ from ..program.expr import (
     bytes_of,
     constant,
     dtype_of,
-    number,
-    substitute,
 )
-from .boxes import box_shape
+from .boxes import box_shape, run_of
 from .geometry import Convolution, Put
 from .patches import in_patches
 
@@ -260,7 +256,7 @@ class _Part:
             raise Unsupported("reductions of results that are computed in phases")
         if any(source.end % block_k for source in convolution.sources[:-1]):
             raise Unsupported(f"parts of data that are no multiples of {block_k} channels")
-        self.run = _run(convolution, reduced) if reduced else None
+        self.run = run_of(convolution, reduced) if reduced else None
         found = [self._windows(source, channels) for source in self.sources]
         self.windows = _in_one_box(found, self.rims, self.run)
         self.positions = [Axis(fresh_var("position", INDEX), n) for n in found[0].sizes]
@@ -433,29 +429,6 @@ def _repeated_walk(window: Window, start: int) -> Walk:
     first, offset = window.repeated_at(start)
     before = window.low // window.repeats - first
     return 0, window.dilation, before, window.taps, window.repeats, offset, 1
-
-
-def _run(convolution: Convolution, reduced: Sequence[Output]) -> tuple[int, ...]:
-    """Positions along each window that go to the same element of the outputs that are reduced."""
-    indices = [index for output in reduced for index in output.indices]
-    zero = {axis.var: constant(0, INDEX) for axis in convolution.segment.space}
-    simplify = Simplifier([])
-
-    def place(axis: Axis, at: int) -> list[float | None]:
-        env = {**zero, axis.var: constant(at, INDEX)}
-        return [number(simplify(substitute(index, env))) for index in indices]
-
-    found = []
-    for window in convolution.windows:
-        height, axis = 1, window.axis
-        while height < min(RUN_ROWS, window.size) and place(axis, height) == place(axis, 0):
-            height *= 2
-        found.append(height)
-    short = [i for i, n in enumerate(found) if n >= convolution.windows[i].size]
-    if short:  # a run reaches beyond a window of fewer positions
-        rows = max(output.partial.rows for output in reduced)
-        found[short[0]] *= max(1, rows // math.prod(found))
-    return tuple(found)
 
 
 # ---- operands

@@ -31,7 +31,7 @@ from ..group.traffic import filled_by_threads, memory_traffic
 from .blocks import data_and_weights, enlarged_cores, is_convolution, moved_before
 from .computed import computes_data, front_of
 from .launch import RIM_FILTERS, predict, sizes_of, takes_repeats
-from .pooling import refuse_windows, windows_of
+from .pooling import pools, refuse_windows, windows_of
 from .transform import LEAST_CHANNELS, LEAST_FILTERS, RATE, TAPS
 
 SHARE_OF_FEW_FILTERS = 0.4
@@ -121,12 +121,14 @@ class ConvolutionClass(Nest):
         over windows, with what is pointwise in those.
         """
         found = [b for b in group.blocks if is_convolution(b)]
-        if not writes_partials(hw) or len(found) != 1:
+        if not pools(hw) or len(found) != 1:
             return {}
         (block,) = found
         shape = group.graph.tensors[block.writes[0].tensor].shape
         others = [b for b in group.blocks if b.reduction is not None and b is not block]
         runs = windows_of(group, _columns(block), others)
+        if not writes_partials(hw):
+            runs = {key: run for key, run in runs.items() if run.whole}
         return {key: run for key, run in runs.items() if run.shape == tuple(shape)}
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:

@@ -121,6 +121,8 @@ beside 17)."""
 PART_SECONDS = 3e-7
 """Of each part of a concatenation that a kernel reads beside the first: not measured, so that of
 ways that cost the same otherwise parts lie in one piece of memory."""
+SUMMED = (*HALF_DTYPES, "float32")
+"""Types whose sums are reduced."""
 FILLED_LINES = 1.2
 """Terms of a filter's lines that are filled up to multiples of 8, of those that there are."""
 
@@ -151,17 +153,21 @@ def predict(
     few = sizes.taps > 1 and sizes.filters <= RIM_FILTERS
     without_rims = few and (computing or sizes.repeats > 1)
     more = _more_boxes(runs, sizes) if runs else 1.0
+    taken = ("wgmma", "tensor") if _by_windows(group, runs, sizes) else ("wgmma",)
     work -= once
     found = []
     for name, body in _bodies(sizes, hw, policy):
-        if (computing or runs) and name != "wgmma":
+        if (computing and name != "wgmma") or (runs and name not in taken):
             continue
-        body *= more
+        if runs and name == "wgmma":
+            if not more or hw.arch != "sm_90a":
+                continue
+            body *= more
         if without_rims and name == "wgmma":
             body *= WITHOUT_RIMS
         stores = _apart_seconds(group, sizes, name, hw)
         found.append((max(body + computing + work, hbm) + stores, name, body, stores))
-    if not found or not more:
+    if not found:
         return None
     seconds, name, body, stores = min(found)
     terms = {name: body, "hbm": hbm, "operations": work, "stores": stores, "start": START_SECONDS}
@@ -171,6 +177,19 @@ def predict(
         terms["parts"] = PART_SECONDS * (len(sizes.parts) - 1)
         seconds += terms["parts"]
     return START_SECONDS + seconds, terms
+
+
+def _by_windows(group: GroupView, runs: Sequence[RowRuns], sizes: Sizes) -> bool:
+    """Whether rows of a product can be positions window by window, all of which are pooled or in
+    one window: of no phases, and where others are stored, too, all of them.
+    """
+    if not runs or sizes.expansion * sizes.repeats > 1 or not all(run.whole for run in runs):
+        return False
+    shape, heights = runs[0].shape, runs[0].heights
+    if any(run.heights != heights for run in runs) or sizes.dtype not in SUMMED:
+        return False
+    stored = any(math.prod(group.graph.tensors[t].shape) == math.prod(shape) for t in group.outputs)
+    return not stored or all(n % height == 0 for n, height in zip(shape, heights, strict=True))
 
 
 def _more_boxes(runs: Sequence[RowRuns], sizes: Sizes) -> float:

@@ -19,9 +19,14 @@ from ...ir.access import Access, Affine, Block
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..contraction.row_runs import WINDOW_ROWS
-from ..gemm.partials import KINDS, RowRuns, row_runs, writes_partials
+from ..gemm.partials import KINDS, RowRuns, row_runs
 from ..group.footprint import points
 from ..group.read_order import plain_axes
+
+
+def pools(hw: HardwareProfile) -> bool:
+    """Whether a kernel of the device reduces windows of a convolution's results."""
+    return hw.kind == "cuda" and hw.arch >= "sm_80"
 
 
 def windows_of(
@@ -68,7 +73,7 @@ def _why_not(group: GroupView, block: Block, hw: HardwareProfile) -> str | None:
     shown = " x ".join(map(str, sizes))
     if any(step < size for size, step in windows):
         return f"pools windows of {shown} that lie over each other: results would be computed twice"
-    if not writes_partials(hw):
+    if not pools(hw):
         return "pools results, which no kernel for this device does behind a convolution"
     if any(step > size for size, step in windows):
         return f"pools windows of {shown} that lie apart"

@@ -10,6 +10,10 @@ convolution is a product for each phase of its steps, of the taps that meet an e
     T[2 i + phase, f] = sum_{j, c} x[i + j + shift of the phase, c] * w[first tap + 2 j, c, f]
 
 Phases of one size and number of taps are an axis of the batch, others segments of one launch.
+Positions that are pooled are taken window by window, so that those of one are rows side by side:
+
+    T[n, p, q, i, j, f]    of the position (2 p + i, 2 q + j)
+
 Data that is put together of parts along its channels is as many products with one sum:
 
     T[n, p, q, f] = sum_{r, s, c} pad(x)[..., c] * w[f, r, s, c]
@@ -25,9 +29,11 @@ from dataclasses import replace
 from tvm import tirx
 from tvm.ir import Expr, Var
 
+from ...errors import Unsupported
 from ..contraction.model import (
     INDEX,
     Axis,
+    ColumnPartial,
     Contraction,
     Operand,
     Segment,
@@ -37,8 +43,10 @@ from ..contraction.model import (
 from ..contraction.windows import Window, Windows
 from ..gpu.access import window_access
 from ..program.expr import constant, number, variables
+from .boxes import run_of
 from .geometry import Convolution, Put
 from .patches import in_patches
+from .sources import Source
 
 # Segments of one launch, each with code of its own; steps beyond meet zeros between elements.
 MAX_PHASES = 8
@@ -52,6 +60,11 @@ def as_products(convolution: Convolution) -> Contraction:
     """
     convolution = in_patches(convolution)
     windows, env, apart, count = list(convolution.windows), {}, [], 1
+    if (run := _pooled(convolution)) is not None:
+        pooled = [_by_window(*each, env) for each in zip(windows, run, strict=True)]
+        sources = tuple(_counted_as(source, pooled) for source in convolution.sources)
+        convolution = replace(convolution, sources=sources)
+        return replace(convolution.contraction, segments=(_segment(convolution, pooled, env),))
     for i, window in enumerate(windows):
         phases = min(window.expansion, window.size)
         if _is_even(window):
@@ -66,6 +79,49 @@ def as_products(convolution: Convolution) -> Contraction:
             own[i] = _phase(windows[i], start, own_env)
         segments.append(_segment(convolution, own, own_env))
     return replace(convolution.contraction, segments=tuple(segments))
+
+
+def _pooled(convolution: Convolution) -> tuple[int, ...] | None:
+    """How many positions along each window are pooled together; None where none are, or some of
+    them are stored.
+
+    Raises
+    ------
+    Unsupported
+        Results of phases, positions that are stored and lie behind the last whole window.
+    """
+    outputs = convolution.segment.outputs
+    pooled = [o for o in outputs if isinstance(o.partial, ColumnPartial) and o.partial.whole]
+    if not pooled:
+        return None
+    run = run_of(convolution, pooled)
+    if any(window.expansion > 1 for window in convolution.windows):
+        raise Unsupported("reductions of results that are computed in phases")
+    pairs = zip(convolution.windows, run, strict=True)
+    if len(pooled) < len(outputs) and any(window.size % height for window, height in pairs):
+        raise Unsupported("results that are stored and lie in no window that is pooled")
+    return run
+
+
+def _by_window(window: Window, height: int, env: dict[Var, Expr]) -> Window:
+    """The window whose positions are counted by those that are pooled together; what its axis is
+    then is added to `env`.
+    """
+    if height == 1:
+        return window
+    count = window.size // height
+    axis = Axis(fresh_var("pooled", INDEX), count) if count > 1 else None
+    inner = Axis(fresh_var("inner", INDEX), height)
+    first = axis.var * constant(height, INDEX) if axis else constant(0, INDEX)
+    env[window.axis.var] = first + inner.var
+    return replace(window, axis=axis, inner=inner)
+
+
+def _counted_as(source: Source, windows: Sequence[Window]) -> Source:
+    """A part of the data whose positions are counted as those of the whole."""
+    pairs = zip(source.windows, windows, strict=True)
+    found = (replace(own, axis=whole.axis, inner=whole.inner) for own, whole in pairs)
+    return replace(source, windows=tuple(found))
 
 
 def _is_even(window: Window) -> bool:
@@ -124,6 +180,7 @@ def _phase(window: Window, start: int, env: dict[Var, Expr]) -> Window:
 def _segment(convolution: Convolution, windows: list[Window], env: dict[Var, Expr]) -> Segment:
     group, filters, channels = convolution.group, convolution.filters, convolution.channels
     positions = tuple(w.axis for w in windows if w.axis is not None)
+    positions += tuple(w.inner for w in windows if w.inner is not None)
     taps = tuple(w.tap for w in windows if w.tap is not None)
     phases = tuple(w.phase for w in windows if w.phase is not None)
     own = [a for a in (group, *phases, filters, channels, *positions, *taps) if a is not None]
@@ -131,6 +188,7 @@ def _segment(convolution: Convolution, windows: list[Window], env: dict[Var, Exp
     columns = (filters,) if filters is not None else ()
     inner = next((i for i in reversed(moved.outputs[0].indices) if number(i) is None), None)
     by_filter = filters is not None and inner is not None and filters.var in variables(inner)
+    by_filter |= any(isinstance(o.partial, ColumnPartial) for o in moved.outputs)
     products = []
     for read, first in _reads(convolution, windows):
         axes = own if read.channels in (None, channels) else [*own, read.channels]

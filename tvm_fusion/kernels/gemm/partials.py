@@ -37,11 +37,12 @@ def writes_partials(hw: HardwareProfile) -> bool:
 @dataclass(frozen=True, slots=True)
 class RowRuns:
     """A reduction over blocks of `heights` elements of a tensor of this shape, a number for each
-    dimension; those of the last one are columns of a product.
+    dimension; those of the last one are columns of a product. Of `whole` runs none reaches beyond.
     """
 
     shape: tuple[int, ...]
     heights: tuple[int, ...]
+    whole: bool = False
 
     @property
     def rows(self) -> int | None:
@@ -86,7 +87,7 @@ def _row_runs(
         return None
     if math.prod(heights) not in (WINDOW_ROWS if windows else (RUN_ROWS,)):
         return None
-    return RowRuns(tuple(shape), tuple(heights))
+    return RowRuns(tuple(shape), tuple(heights), windows and not read.guarded)
 
 
 def _height(block: Block, index: Index, size: int, cut: bool) -> int | None:
