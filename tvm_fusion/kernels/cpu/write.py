@@ -33,6 +33,7 @@ from .stages.partial_sums import partial_sums
 from .stages.reader import read_graph
 from .stages.reshape_loops import reshape_loops, speculate
 from .stages.stages import Graph, Stage
+from .stages.unpadded import without_unread_padding
 from .tiles import choose_tile
 
 # The parallel loop over the tiles of a group, and the loop nests of one tile.
@@ -227,7 +228,7 @@ def write_cpu(
     """
     machine = machine_of(hw)
     graph = read_graph(func, exact)
-    for step in (inline, speculate, partial_sums, reshape_loops):
+    for step in (without_unread_padding, inline, speculate, partial_sums, reshape_loops):
         graph = step(graph)
     groups = make_groups(graph, machine)
     temporaries = _temporaries(graph, groups)

@@ -12,7 +12,7 @@ from tvm.ir.prim.expr import CmpExpr, LogicalExpr
 from ...program.expr import constant, convert, dtype_of, number
 from ..loops import Keep, Loop, nest
 from ..machine import Machine
-from ..stages.resolve import Point, Resolve
+from ..stages.resolve import Point, Resolve, is_choice
 from ..stages.rewrite import call_name, nodes
 from ..stages.stages import Kind, Stage
 from .nests import Member, Nest
@@ -130,7 +130,7 @@ class PointWriter:
                 self._stored(stage, point.known[stage.buffer], env, point)
                 continue
             for var, value in stage.binds:
-                env[var] = resolve.bind(var.name, resolve(value))
+                env[var] = resolve.bind(var.name, resolve(value), is_choice(value))
             if stage.kind is None:
                 self._value(stage, env, resolve)
             elif stage.kind is Kind.UPDATE:

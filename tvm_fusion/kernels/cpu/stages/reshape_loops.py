@@ -8,6 +8,7 @@ Small windows are written out; what is read against the grain is copied tile by 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product as combinations
 
@@ -16,7 +17,7 @@ from tvm import tirx
 from tvm.ir import Expr, PrimType, TensorLoad, Var
 from tvm.ir.prim.expr import Let, LogicalExpr
 
-from ...program.expr import HALF_DTYPES, constant, convert, dtype_of, widened
+from ...program.expr import HALF_DTYPES, constant, convert, dtype_of, number, widened
 from ..contraction.operands import split_product
 from ..nests.point import COMBINE
 from .lanes import best_lane, last_axis, runs_across, transposed_axes
@@ -139,7 +140,7 @@ def _unrolled(stage: Stage) -> Stage:
         return stage
     binds: Bindings = []
     dtype = dtype_of(stage.values[0])
-    total: Expr = convert(stage.initial[0], dtype)
+    terms: list[Expr] = []
     for at in combinations(*(range(int(a.size)) for a in stage.reduced)):
         env: dict[Var, Expr] = {
             a.var: constant(i, dtype_of(a.var)) for a, i in zip(stage.reduced, at, strict=True)
@@ -148,9 +149,42 @@ def _unrolled(stage: Stage) -> Stage:
             fresh = Var(var.name, PrimType(dtype_of(value)))
             binds.append((fresh, Substitute(env)(value)))
             env[var] = fresh
-        total = _bound(binds, COMBINE[stage.kind](total, Substitute(env)(stage.values[0])))
+        terms.append(Substitute(env)(stage.values[0]))
+    combine = _extremum if stage.kind in ORDER and dtype.startswith("float") else _in_turn
+    total = combine(stage, convert(stage.initial[0], dtype), terms, binds)
     plain = replace(stage, reduced=(), kind=None, initial=(), binds=tuple(binds), values=(total,))
     return simplified(plain)
+
+
+def _in_turn(stage: Stage, total: Expr, terms: list[Expr], binds: Bindings) -> Expr:
+    """The initial value and the terms, one after the other."""
+    for term in terms:
+        total = _bound(binds, COMBINE[stage.kind](total, term))
+    return total
+
+
+# How a maximum or minimum compares, and what it starts from where that is no number of its own.
+ORDER = {Kind.MAX: (tirx.GT, -math.inf), Kind.MIN: (tirx.LT, math.inf)}
+
+
+def _extremum(stage: Stage, initial: Expr, terms: list[Expr], binds: Bindings) -> Expr:
+    """The largest or smallest of floats, by comparisons alone; NaN if one of them is.
+
+    A step that keeps NaN takes LLVM five instructions, a comparison that chooses one: 3 x 3 of
+    64 x 111 x 111 with a stride of 2 take 251 us so on a core of a Zen 5, 88 with NaN looked for
+    by itself.
+    """
+    compare, start = ORDER[stage.kind]
+    if number(initial) != start:
+        terms = [initial, *terms]
+    first, *others = (_bound(binds, term, "term") for term in terms)
+    total = first
+    for term in others:
+        total = _bound(binds, tirx.Select(compare(total, term), total, term))
+    nan = constant(math.nan, dtype_of(total))
+    for term in (first, *others):
+        total = tirx.Select(tirx.isnan(term), nan, total)
+    return total
 
 
 def _is_plain(stage: Stage) -> bool:
@@ -159,8 +193,8 @@ def _is_plain(stage: Stage) -> bool:
     return stage_work(stage) <= MOST_UNROLLED_WORK and not conditions
 
 
-def _bound(binds: Bindings, value: Expr) -> Var:
-    var = Var("partial", PrimType(dtype_of(value)))
+def _bound(binds: Bindings, value: Expr, name: str = "partial") -> Var:
+    var = Var(name, PrimType(dtype_of(value)))
     binds.append((var, value))
     return var
 

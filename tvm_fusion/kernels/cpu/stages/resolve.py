@@ -175,8 +175,8 @@ class Resolve:
             self._done[key] = self._visit(expr)
         return self._done[key]
 
-    def bind(self, name: str, value: Expr) -> Expr:
-        """A name for a value, unless it is one.
+    def bind(self, name: str, value: Expr, in_memory: bool = False) -> Expr:
+        """A name for a value, unless it is one; with `in_memory` in a buffer of its own.
 
         TVM's simplifier puts what a variable was bound to in its place, except for loads, and so
         turns chains of bindings into their tree. A large tree is cut by a buffer of one element,
@@ -189,7 +189,7 @@ class Resolve:
             return tirx.NE(self.bind(name, _flag(value, "float32")), constant(0, "float32"))
         size = self._tree_size(value)
         varies = self.point.varies(value)
-        if size > MOST_TREE_NODES:
+        if size > MOST_TREE_NODES or in_memory:
             return self._keep(name, value, varies)
         var = Var(name, PrimType(dtype_of(value)))
         if varies:
@@ -305,6 +305,15 @@ class Resolve:
         if isinstance(expr, TensorLoad):
             return expr
         return rebuild(expr, self._flat)
+
+
+def is_choice(value: Expr) -> bool:
+    """Whether a value is `select(a > b, a, b)`: it reads what it is bound to twice, so that TVM's
+    simplifier, which puts it in its place, would write out a tree of hundreds of comparisons.
+    """
+    if not isinstance(value, tirx.Select) or not isinstance(value.condition, tirx.GT | tirx.LT):
+        return False
+    return value.condition.a.same_as(value.true_value)
 
 
 def _flag(condition: Expr, dtype: str) -> Expr:
