@@ -14,7 +14,7 @@ from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.convolution.cpu.filter_lanes import FilterLanes
 from tvm_fusion.kernels.convolution.cpu.kernel import ways, write_convolution
-from tvm_fusion.kernels.convolution.cpu.tiles import Tiles
+from tvm_fusion.kernels.convolution.cpu.tiles import Tiles, stores_at_once
 from tvm_fusion.kernels.convolution.cpu.winograd import Winograd
 from tvm_fusion.kernels.convolution.cpu.writer import Writer
 from tvm_fusion.kernels.convolution.geometry import Convolution, read_convolution
@@ -94,6 +94,9 @@ FORMS = {
     "winograd_images": plain(batch=3, channels=48, filters=64, padding=(0, 2, 1, 0)),
     "winograd_groups": plain(channels=64, filters=64, groups=2, epilogue="two_outputs"),
     "merged": plain(sizes=(7, 7), kernel=(1, 1), padding=(0,) * 4, channels=40, filters=48),
+    "at_once": plain(
+        sizes=(28, 28), kernel=(1, 1), padding=(0,) * 4, channels=24, filters=37, epilogue="relu"
+    ),
     "packed_squares": plain(channels=20, filters=32, constant=False),
     "packed_elements": plain(channels=20, filters=32, weight_layout="HWIO", constant=False),
     "packed_few": plain(sizes=(24, 32), channels=20, filters=6, constant=False),
@@ -113,6 +116,7 @@ def test_a_form(name):
     along_positions = ("positions", "positions_enlarged", "packed_few")
     along_positions += ("depthwise", "depthwise_short_rows")
     along_positions += ("depthwise_strided", "depthwise_strided_columns")
+    along_positions += ("at_once",)
     assert tiles.along_filters == (name not in along_positions)
     assert seen.is_depthwise == (name == "depthwise_by_channels")
     assert (tiles.channels < seen.channels_of_group) == (name == "blocks_of_channels")
@@ -128,6 +132,16 @@ def test_kernels_stay_inside_their_own_buffers(name):
     blocks = (*(1 for _ in sizes[:-2]), *sizes[-2:])
     body = form(func, seen, replace(tiles, blocks=blocks), machine).run()
     assert outside(body) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "is_at_once"), [("at_once", True), ("positions", True), ("depthwise", False)]
+)
+def test_whole_vectors_of_results_are_written_from_registers(name, is_at_once):
+    conv = FORMS[name]
+    _, seen, tiles = form_of(conv)
+    assert stores_at_once(seen, tiles) == is_at_once
+    assert ("sums = T.alloc_buffer" in written(conv).script()) != is_at_once
 
 
 def test_rows_that_are_transposed_together_stay_inside():

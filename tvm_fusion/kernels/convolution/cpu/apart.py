@@ -27,7 +27,7 @@ Element = Callable[[Expr, Point], Expr]
 
 
 class Apart:
-    """Writes a row of `streams` parts, `part` elements each.
+    """Writes a row of `streams` parts, `part` elements each, of which the first `lead` are unused.
 
     Parameters
     ----------
@@ -37,28 +37,40 @@ class Apart:
     """
 
     def __init__(
-        self, loops: Loops, lanes: int, box: Var, where: Sequence[Expr], streams: int, part: int
+        self,
+        loops: Loops,
+        lanes: int,
+        box: Var,
+        where: Sequence[Expr],
+        streams: int,
+        part: int,
+        lead: int,
     ) -> None:
         self.loops, self.lanes, self.box, self.where = loops, lanes, box, where
-        self.streams, self.part = streams, part
+        self.streams, self.part, self.lead = streams, part, lead
 
     def imm(self, value: int) -> Expr:
         """An index constant."""
         return self.loops.imm(value)
 
-    def zeros(self, low: Expr, high: Expr, zero: Expr) -> tirx.Stmt:
-        """Zeros in place of the elements below `low` and from `high` on."""
+    def zeros(self, low: Expr, high: Expr, extent: Expr, zero: Expr) -> tirx.Stmt:
+        """Zeros in place of the elements below `low` and from `high` on and below `extent`."""
         stmts = []
         for r in range(self.streams):
-            first, last = (self._first_from(end - self.imm(r)) for end in (low, high))
-            for begin, end in ((self.imm(0), first), (last, self.imm(self.part))):
-                stmts.append(self._zeros(r, begin, end, zero))
+            first, last, end = (self._first_from(at - self.imm(r)) for at in (low, high, extent))
+            for begin, behind in ((self.imm(0), first), (last, end)):
+                stmts.append(self._zeros(r, begin, behind, zero))
         return seq(*stmts)
+
+    def _place(self, r: Expr | int, at: Expr) -> Expr:
+        """Where element `at` of a part lies in the row."""
+        part = self.imm(r) if isinstance(r, int) else r
+        place = part * self.imm(self.part) + at + self.imm(self.lead)
+        return self.loops.simplify(place)
 
     def _zeros(self, r: int, begin: Expr, end: Expr, zero: Expr) -> tirx.Stmt:
         def ops(at: Expr, _lane: object) -> list:
-            place = self.loops.simplify(self.imm(r * self.part) + at)
-            return [tirx.BufferStore(self.box, zero, [*self.where, place])]
+            return [tirx.BufferStore(self.box, zero, [*self.where, self._place(r, at)])]
 
         return by_vectors(self.loops, self.lanes, begin, end, ops)
 
@@ -92,10 +104,10 @@ class Apart:
         loops, streams = self.loops, self.imm(self.streams)
         loop = loops.new("i", loops.simplify(high - low))
         at = loops.simplify(low + loop.value)
-        place = tirx.FloorMod(at, streams) * self.imm(self.part) + tirx.FloorDiv(at, streams)
+        place = self._place(tirx.FloorMod(at, streams), tirx.FloorDiv(at, streams))
         point = Point(None)
         value = element(at, point)
-        store = tirx.BufferStore(self.box, value, [*self.where, loops.simplify(place)])
+        store = tirx.BufferStore(self.box, value, [*self.where, place])
         return loop.around(nest([], [*point.ops, store]))
 
     def _shuffled(self, first: Expr, width: int, element: Element) -> tirx.Stmt | None:
@@ -117,7 +129,7 @@ class Apart:
         vectors = [tirx.BufferLoad(row, whole) for row in rows]
         for r in range(streams):
             order = [tirx.const(r + streams * lane, "int32") for lane in range(width)]
-            place = tirx.Ramp(loops.simplify(first + self.imm(r * self.part)), self.imm(1), width)
+            place = tirx.Ramp(self._place(r, first), self.imm(1), width)
             part = tirx.Shuffle(vectors, order)
             stmts.append(tirx.BufferStore(self.box, part, [*self.where, place]))
         return seq(*map(allocate, rows), *stmts)

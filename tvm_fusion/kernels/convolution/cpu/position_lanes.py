@@ -9,11 +9,17 @@ and sums are short, so that transposing vectors of filters takes longer than the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from tvm import tirx
 from tvm.ir import Expr, Var
 
 from ...cpu.contraction.task_tiles import even_parts
+from ...cpu.loops import Loop
+from ...cpu.nests.scope import allocate, new_buffer
+from .box import Span
+from .tiles import stores_at_once
+from .vectors import by_vectors
 from .writer import Element, Tile, Writer
 
 
@@ -25,6 +31,14 @@ class PositionLanes(Writer):
     def _held(self) -> Sequence[int]:
         *others, last = self.tiles.blocks
         return (*others, -(-last // self.lanes) * self.lanes)
+
+    def _spans(self) -> list[Span]:
+        *others, last = super()._spans()
+        block = self.tiles.blocks[-1]
+        fills = block >= self.lanes or last.streams > 1
+        if self.convolution.channels is None and fills:  # a copy of few taps is most of the work
+            last = last.aligned(self.lanes, block)
+        return [*others, last]
 
     def _panel_lanes(self) -> int:
         return self.tiles.filters
@@ -39,7 +53,14 @@ class PositionLanes(Writer):
         parts = even_parts(-(-length // self.lanes), most // self.lanes)
         return [(n, size * self.lanes) for n, size in parts]
 
+    @cached_property
+    def stores_at_once(self) -> bool:
+        """Whether results are written from registers (see `tiles.stores_at_once`)."""
+        return stores_at_once(self.convolution, self.tiles)
+
     def _allocate_sums(self, kept: int) -> None:
+        if self.stores_at_once:
+            return
         shape = [kept, self.tiles.filters, self.pitch * self.height]
         self.sums = self.scope.allocate("sums", shape, self.dtype)
 
@@ -70,7 +91,38 @@ class PositionLanes(Writer):
 
     # ---- outputs
 
-    def _store(self, slot: Expr, group: Expr, filters: int) -> tirx.Stmt:
+    def _ends(self, tile: Tile, cells: Sequence[tuple[int, ...]], acc: Var) -> list[tirx.Stmt]:
+        if not self.stores_at_once:
+            return super()._ends(tile, cells, acc)
+        stmts, firsts = [], []
+        for v in range(tile.columns // self.lanes):
+            first = new_buffer("first", [self.imm(1)], self.loops.dtype)
+            start = self.loops.simplify(self.starts[-1] + self._column(tile, v, self.imm(0)))
+            stmts += [allocate(first), tirx.BufferStore(first, start, [self.imm(0)])]
+            firsts.append(tirx.BufferLoad(first, [self.imm(0)]))
+        results = [self._result(tile, cell, acc, n, firsts) for n, cell in enumerate(cells)]
+        return [*stmts, *results]
+
+    def _result(
+        self, tile: Tile, cell: tuple[int, ...], acc: Var, number_of: int, firsts: Sequence[Expr]
+    ) -> tirx.Stmt:
+        """The outputs of a vector of sums; `firsts` are loads: where the first position is some sum
+        of loops, TVM does not see that rows lie end to end.
+        """
+        r, v, f = cell
+        filters = tile.group * self.imm(self.tiles.filters) + self.imm(f)
+        here = self._at(tile.row + self.imm(r), self._column(tile, v, self.imm(0)), filters)
+
+        def ops(at: Expr, lane: Loop | None) -> list:
+            env = {**here, self.convolution.windows[-1].axis.var: firsts[v] + at}
+            total = tirx.BufferLoad(acc, [self.imm(number_of), at])
+            return self.outputs.point(env, total, lane)
+
+        return by_vectors(self.loops, self.lanes, self.imm(0), self.imm(self.lanes), ops)
+
+    def _store(self, slot: Expr, group: Expr, filters: int) -> tirx.Stmt | None:
+        if self.stores_at_once:
+            return None
         first = self.loops.simplify(group * self.imm(self.tiles.filters))
         if self.along_filters and filters > 1:
 

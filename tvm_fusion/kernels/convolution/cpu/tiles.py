@@ -27,6 +27,7 @@ from ...cpu.contraction.task_tiles import (
     even_parts,
 )
 from ...cpu.machine import PRODUCT_WORK, Machine
+from ...cpu.stages.stages import operations
 from ...program.expr import bytes_of
 from ..geometry import Convolution, Window
 from .box import Span
@@ -83,7 +84,13 @@ COPY_CYCLES, ROW_CYCLES = 3.0, 10.0
 # Cycles of a vector of results with what stands behind it; of transposing it before; and of one
 # that is stored element by element. On a core of a Zen 4, 64 filters of 27 terms at 224 x 224 take
 # 2.07 ms where results lie along filters, 2.70 ms where they lie along positions.
-RESULT_CYCLES, TURN_CYCLES, SCATTER_CYCLES = 10.0, 11.0, 60.0
+# One that is written while it is in a register is neither stored before nor loaded: on a core of a
+# Zen 5, 64 filters of 16 channels of 112 x 112 take 117 us so, 150 otherwise.
+RESULT_CYCLES, TURN_CYCLES, SCATTER_CYCLES, AT_ONCE_CYCLES = 10.0, 11.0, 60.0, 6.0
+
+# What stands behind a sum, in additions, that is written out for each vector of a register tile: a
+# scale, a shift, what is added and a hard swish.
+LITTLE = 16
 
 # How often what a task keeps is fetched from afar, where it is too large to stay near.
 FAR_VECTORS = 4
@@ -256,6 +263,8 @@ def _cut(convolution: Convolution, tile: Tiles) -> Iterator[Tiles]:
     above = outer[-1] if outer else None
     groups = ceil(convolution.filters_of_group / tile.filters)
     across = _lengths(last, tile.columns, [ceil(last.size / MOST_COLUMNS)])
+    if not tile.along_filters:
+        across = sorted({*across, *_whole_vectors(last.size, tile.lanes)})
     down = _lengths(above, tile.rows, PARTS) if above else [1]
     if above and above.expansion == 1 and _is_single(tile):
         down = sorted({*down, *(above.size // p for p in PARTS if above.size % p == 0)})
@@ -268,6 +277,21 @@ def _cut(convolution: Convolution, tile: Tiles) -> Iterator[Tiles]:
             filter_tasks=ceil(groups / share),
             channels=_channels(convolution, tile, blocks),
         )
+
+
+def stores_at_once(convolution: Convolution, tiles: Tiles) -> bool:
+    """Whether results that lie along positions are whole vectors of a register tile, and what
+    stands behind the sums is little, so that they are written while these are in registers.
+    """
+    if tiles.along_filters or (along_filters(convolution) and tiles.filters > 1):
+        return False
+    segment = convolution.segment
+    values = [o.value for o in segment.outputs] + [b.value for b in segment.bindings]
+    whole = all(w.size % b == 0 for w, b in zip(convolution.windows, tiles.blocks, strict=True))
+    is_one = tiles.channels == convolution.channels_of_group
+    return (
+        is_one and whole and tiles.blocks[-1] % tiles.lanes == 0 and operations(*values) <= LITTLE
+    )
 
 
 def _is_single(tile: Tiles) -> bool:
@@ -284,6 +308,12 @@ def _lengths(window: Window, tile: int, parts: Iterable[int]) -> list[int]:
     step = tile * window.expansion
     found = {min(window.size, ceil(ceil(window.size / p) / step) * step) for p in parts}
     return sorted(found, reverse=True)
+
+
+def _whole_vectors(size: int, lanes: int) -> list[int]:
+    """The longest block of whole vectors that divides the positions, if there is one."""
+    lengths = range(lanes, min(size, MOST_COLUMNS) + 1, lanes)
+    return [length for length in lengths if size % length == 0][-1:]
 
 
 @lru_cache(maxsize=1024)
@@ -359,7 +389,8 @@ def _cycles(convolution: Convolution, tiles: Tiles, cores: int) -> float:
         inner = held
     copied = box / min(tiles.lanes, inner) * COPY_CYCLES + box / inner * ROW_CYCLES
     weights = FAR_CYCLES * channels * taps * own / tiles.lanes
-    results = (RESULT_CYCLES + (at_a_time - 1) * NEAR_CYCLES) * positions * own / tiles.lanes
+    result = AT_ONCE_CYCLES if stores_at_once(convolution, tiles) else RESULT_CYCLES
+    results = (result + (at_a_time - 1) * NEAR_CYCLES) * positions * own / tiles.lanes
     if along_filters(convolution) != tiles.along_filters and own > 1:
         turn = TURN_CYCLES if tiles.along_filters else SCATTER_CYCLES
         results += turn * positions * own / tiles.lanes

@@ -28,7 +28,7 @@ from ...cpu.machine import Machine
 from ...cpu.nests.scope import Scope, allocate, new_buffer
 from ...program.expr import constant, number, unflatten
 from ..geometry import Convolution
-from .box import Box, Run
+from .box import Box, Run, Span
 from .outputs import Outputs, along_filters
 from .panels import Weights
 from .tiles import Tiles
@@ -102,9 +102,7 @@ class Writer:
         self.loops = Loops("int64")
         self.scope = Scope(self.loops, {}, machine.scales)
         self.dtype, self.lanes = convolution.product.dtype, tiles.lanes
-        self.spans = [
-            tiles.span(convolution, number, block) for number, block in enumerate(self._held())
-        ]
+        self.spans = self._spans()
         axes = (*(w.tap for w in convolution.windows), convolution.channels)
         order = [axis for axis in axes if axis is not None]
         self.weights = Weights.of(convolution, self._panel_lanes(), order, func, self.transformed)
@@ -116,6 +114,11 @@ class Writer:
     def _held(self) -> Sequence[int]:
         """Positions along each window that a box is for."""
         return self.tiles.blocks
+
+    def _spans(self) -> list[Span]:
+        """What a block of positions reads, for each window."""
+        span = self.tiles.span
+        return [span(self.convolution, number, block) for number, block in enumerate(self._held())]
 
     def _panel_lanes(self) -> int:
         """Filters of a panel of weights."""
@@ -389,14 +392,19 @@ class Writer:
         terms = seq(*each(add))
         for loop in (channel, *reversed(taps)):
             terms = loop.around(terms)
+        meets = all(run.count for run in tile.phases)
+        ends = self._ends(tile, cells, acc)
+        return seq(allocate(acc), *each(begin), terms if meets else None, *ends)
+
+    def _ends(self, tile: Tile, cells: Sequence[tuple[int, ...]], acc: Var) -> list[tirx.Stmt]:
+        """What becomes of the sums of a register tile: they are kept."""
         stores = []
         for n, cell in enumerate(cells):
-            lane = loops.new("v", self.lanes, ForKind.VECTORIZED)
+            lane = self.loops.new("v", self.lanes, ForKind.VECTORIZED)
             value = tirx.BufferLoad(acc, [self.imm(n), lane.value])
             where = self._place(tile, cell, lane.value)
             stores.append(lane.around(tirx.BufferStore(self.sums, value, where)))
-        meets = all(run.count for run in tile.phases)
-        return seq(allocate(acc), *each(begin), terms if meets else None, *stores)
+        return stores
 
     def _position(self, tile: Tile, row: Expr, column: Expr) -> Expr:
         """The number of a position in the block: `row` and `column` are within the phase."""
