@@ -24,6 +24,7 @@ from tvm_fusion.runtime.build.plain_schedule import PLAIN_ATTR
 from tvm_fusion.transform.lower.ordered_writes import DISTINCT_ATTR
 from tvm_fusion.transform.pipeline import lower
 
+from ..support.cuda_on_cpu import run_cuda_on_cpu
 from ..support.emulated_programs import emulated
 from ..support.runtime_cases import LLVM
 
@@ -356,6 +357,58 @@ def test_a_kernel_for_a_cache_is_generated_for_a_gpu():
     compiled = tvm_fusion.compile(mod, "nvidia_h200", verify=False)
     assert any("write" in source for source in compiled.built.cuda_sources)
     assert [group.fallback for group in compiled.report.groups if group.fallback] == []
+
+
+CUT_OUT = {
+    "a third, turned": lambda y: y.split(16, -1)[1].view(2, 3, 2, 8).transpose(1, 2),
+    "every second": lambda y: y[..., 1:33:2].view(2, 3, 2, 8).transpose(1, 2),
+    "one head for all": lambda y: y[:, None, :, 24:32].expand(2, 2, 3, 8),
+    "an axis that is left out": lambda y: y.view(2, 3, 3, 2, 8).select(2, 2).permute(0, 2, 1, 3),
+}
+
+
+def written_of_cut_out(cut):
+    """A step that writes parts of what it computes into a cache; and its inputs."""
+
+    def step(x, w, cache, position):
+        y = x @ w
+        cache.index_copy_(2, position, cut(y))
+        return cache.sum(-1), y[..., 0]
+
+    positions = torch.tensor([7, 0, 4])
+    return Function(step), (
+        torch.randn(2, 3, 5),
+        torch.randn(5, 48),
+        torch.zeros(2, 2, 9, 8),
+        positions,
+    )
+
+
+@pytest.mark.parametrize("cut", CUT_OUT.values(), ids=CUT_OUT)
+def test_values_are_read_where_they_were_cut_out_of(cut):
+    model, (x, w, cache, positions) = written_of_cut_out(cut)
+    mod = load(model, (x, w, cache, positions))
+    (write,) = (func for gvar, func in mod.functions_items() if gvar.name_hint == "write")
+    assert [int(n) for n in write.params[2].ty.shape] == [2 * 3 * 48]
+    wanted = model(x, w, twin := cache.clone(), positions)
+    target = load_profile("nvidia_h100").to_target()
+    kernel = ScheduleLeftovers(target)(tvm.IRModule({"write": write}))["write"]
+    emulated_cache = cache.numpy().copy()
+    run_cuda_on_cpu(kernel, [emulated_cache, positions.numpy(), (x @ w).flatten().numpy()])
+    torch.testing.assert_close(torch.from_numpy(emulated_cache), twin)
+    given = tvm_fusion.compile(mod, "llvm", verify=True)(x, w, cache, positions)
+    torch.testing.assert_close(given, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(cache, twin, rtol=1e-5, atol=1e-5)
+
+
+def test_values_that_are_given_are_read_as_they_are():
+    def step(cache, position, values):
+        cache.index_copy_(2, position, values[..., ::2])
+        return cache.sum(-1)
+
+    mod = load(Function(step), (torch.zeros(2, 2, 9, 8), TWO, torch.ones(2, 2, 2, 16)))
+    (write,) = (func for gvar, func in mod.functions_items() if gvar.name_hint == "write")
+    assert [int(n) for n in write.params[2].ty.shape] == [2, 2, 2, 8]
 
 
 def test_two_writes_into_one_input_are_both_in_place():

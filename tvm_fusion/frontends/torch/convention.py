@@ -377,13 +377,13 @@ def _base(value: Any, results: dict[fx.Node, int]) -> fx.Node | None:
         return None
     node = value
     while node is value or node not in results:
-        if not _is_view(node):
+        if not is_view(node):
             break
         node = node.args[0]
     return node
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     """Whether a node depends on nothing but the tensor whose memory it gives."""
     made = viewing(node)
     return made is not None and made.all_input_nodes == [made.args[0]]
@@ -403,7 +403,17 @@ def viewing(node: fx.Node) -> fx.Node | None:
 
 
 def _as_view(value: fx.Node, base: fx.Node, of: Of, number: int) -> View | None:
-    """The view, found on the meta device; None where shapes are symbolic, or memory is another."""
+    """The view; None where it is none that can be known."""
+    view = view_on(value, base)
+    if view is None:
+        return None
+    return View(of, number, tuple(view.shape), view.stride(), view.storage_offset())
+
+
+def view_on(value: fx.Node, base: fx.Node) -> torch.Tensor | None:
+    """What a chain of views gives for a contiguous base, on the meta device; None where shapes are
+    symbolic, or memory is another.
+    """
     tensors = [node.meta.get("val") for node in (value, base)]
     if not all(isinstance(n, int) for t in tensors for n in t.shape):
         return None
@@ -421,4 +431,4 @@ def _as_view(value: fx.Node, base: fx.Node, of: Of, number: int) -> View | None:
     kinds = [(x.dtype, x.is_conj(), x.is_neg()) for x in (view, whole)]
     if kinds[0] != kinds[1] or (view.untyped_storage()._cdata != whole.untyped_storage()._cdata):
         return None
-    return View(of, number, tuple(view.shape), view.stride(), view.storage_offset())
+    return view

@@ -35,6 +35,7 @@ from tvm.tirx.script.builder import ir as B
 from tvm_fusion.errors import FrontendError
 
 from ....transform.lower.ordered_writes import DISTINCT_ATTR
+from ..convention import is_view, view_on
 from ..importer import Importer, bound_arguments
 from ..indexing import counted_from_start, taken
 from ..operators import Converter
@@ -198,6 +199,20 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """Elements of a tensor of `count` that values are, by strides and an offset."""
+
+    count: int
+    strides: tuple[int, ...]
+    offset: int
+
+    def place(self, at: Sequence[Expr]) -> Expr:
+        """The element for one of the values."""
+        first = tirx.const(self.offset, "int64")
+        return sum((i * n for i, n in zip(at, self.strides, strict=True)), first)
+
+
+@dataclass(frozen=True, slots=True)
 class Write:
     """Where values go.
 
@@ -210,6 +225,7 @@ class Write:
     adds : whether the values are added to what is there.
     distinct : whether no two values are written to one element.
     wraps : whether an index below 0 counts from the end, and is not out of range.
+    source : the values as a view of the elements of another tensor, or None.
     """
 
     shape: tuple[int, ...]
@@ -219,6 +235,7 @@ class Write:
     adds: bool = False
     distinct: bool = False
     wraps: bool = True
+    source: Source | None = None
 
     def written(self, old: Expr, value: Expr) -> Expr:
         """What stands where a value was written."""
@@ -275,7 +292,8 @@ def write_function(write: Write, in_place: bool) -> tirx.PrimFunc:
         T.func_name("write")
         x = T.arg("x", _buffer(write.shape, write.dtype))
         indices = [T.arg(f"index{axis}", _buffer(*write.indices[axis])) for axis in write.indexed]
-        values = T.arg("values", _buffer(write.values, write.dtype))
+        source = write.source
+        values = T.arg("values", _buffer([source.count] if source else write.values, write.dtype))
         y = x if in_place else T.arg("y", _buffer(write.shape, write.dtype))
         T.func_attr({"tirx.noalias": True, **({DISTINCT_ATTR: True} if write.distinct else {})})
         if not in_place:
@@ -285,7 +303,8 @@ def write_function(write: Write, in_place: bool) -> tirx.PrimFunc:
         with T.grid(*_long(write.region)) as loops, T.sblock("write"):
             at = _axes(write.region, loops)
             place = write.place(at, lambda number, where: indices[number][tuple(where)])
-            value = values[tuple(broadcast(at, write.values))]
+            own = broadcast(at, write.values)
+            value = values[source.place(own)] if source else values[tuple(own)]
             T.buffer_store(y, write.written(y[tuple(place)], value), place)
     # a module may hold several: the name that it gives each is the only one
     return builder.get().without_attr("global_symbol")
@@ -368,6 +387,7 @@ def _index_put(importer: Importer, node: fx.Node) -> relax.Expr:
     operands = [x, *(i for i in given if i is not None), values]
     builder = importer.block_builder
     if node in importer.in_place:
+        write, operands[-1] = _read_at_source(importer, write, args["values"], values)
         function = builder.add_func(write_function(write, in_place=True), "write")
         return importer.emit(relax.op.call_tir_inplace(function, operands, [0], x.ty))
     if math.prod(write.points) == 1:
@@ -379,6 +399,25 @@ def _index_put(importer: Importer, node: fx.Node) -> relax.Expr:
         )
     function = builder.add_func(write_function(write, in_place=False), "write")
     return importer.emit(relax.op.call_tir(function, operands, x.ty))
+
+
+def _read_at_source(
+    importer: Importer, write: Write, node: fx.Node, values: relax.Expr
+) -> tuple[Write, relax.Expr]:
+    """The write, and what it reads: what values were cut out of and turned from, where something
+    computed that. Their copy would be a kernel of its own. (An input may be another name of the
+    tensor that is written to.)
+    """
+    base = node
+    while is_view(base):
+        base = base.args[0]
+    view = None if base is node or base.op != "call_function" else view_on(node, base)
+    if view is None or importer.dtype_of(base) != write.dtype:
+        return write, values
+    count = base.meta["val"].numel()
+    source = Source(count, view.stride(), view.storage_offset())
+    flat = importer.emit(relax.op.reshape(importer.value_of(base), [count]))
+    return replace(write, source=source), flat
 
 
 def _indexed(indices: Sequence[Any], extents: Sequence[int]) -> tuple[list[Any], list[int]]:
