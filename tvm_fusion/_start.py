@@ -9,6 +9,7 @@ import os
 import sys
 
 from .host import interrupts
+from .host.collector import others_set_aside
 
 NAME = "tvm_fusion"
 
@@ -30,6 +31,7 @@ if COMMAND:
 
 def begin() -> None:
     """Raises ImportError for other versions than those of `_pins`."""
-    from ._registration import register
+    with others_set_aside():  # TVM is tens of thousands of objects, none of them garbage
+        from ._registration import register
 
-    register()
+        register()

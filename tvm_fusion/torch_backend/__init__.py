@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tvm_fusion.host.collector import others_set_aside
 from tvm_fusion.torch_backend.aten_graphs import traced
 from tvm_fusion.torch_backend.graph_calls import GraphCalls
 from tvm_fusion.torch_backend.options import BackendOptions
@@ -83,7 +84,8 @@ def backend(
             stacklevel=2,
         )
         return graph.forward
-    return traced(graph, example_inputs, lambda aten, static: GraphCalls(aten, static, wanted))
+    with others_set_aside():
+        return traced(graph, example_inputs, lambda aten, static: GraphCalls(aten, static, wanted))
 
 
 def _register() -> None:

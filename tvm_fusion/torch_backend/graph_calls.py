@@ -14,6 +14,7 @@ from torch._guards import CompileContext
 
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends.torch.refusals import OperatorsRefused, listed
+from tvm_fusion.host.collector import others_set_aside
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 from tvm_fusion.torch_backend.options import BackendOptions
 from tvm_fusion.torch_backend.part_calls import PartCalls, picker
@@ -41,8 +42,9 @@ class GraphCalls:
     def __call__(self, inputs: list[Any]) -> Any:
         run = self._run
         if run is None:
-            with self._lock:
+            with self._lock, others_set_aside():
                 run = self._run = self._run or self._made(inputs)
+                return run(inputs)
         return run(inputs)
 
     def _made(self, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import _disable_current_modes
 from tvm.ir import IRModule
 
 from tvm_fusion.compilation import compiler
@@ -174,6 +175,12 @@ class PartCalls:
         return self._described(inputs, None, keep_symbols=False)
 
     def _compiled(self, inputs: Sequence[Any], keep_symbols: bool) -> "_Build":
+        # the first call of a graph runs in a mode that looks at each operation of torch, which
+        # takes longer than most operations of the part in torch
+        with _disable_current_modes():
+            return self._compiled_alone(inputs, keep_symbols)
+
+    def _compiled_alone(self, inputs: Sequence[Any], keep_symbols: bool) -> "_Build":
         options, device = self._options, self._device
         first, self._first = (self._first if keep_symbols else None), None
         made, mod = first or self._import(inputs, keep_symbols)
