@@ -155,9 +155,12 @@ def test_a_scan_is_no_row_program_and_is_not_read_off_its_point():
     shifted = fuse(lambda bb, x: op.strided_slice(scan(bb, x, 1), [1], [1], [8]), ((4, 8), FLOAT))
     with pytest.raises(Unsupported, match="beside scans"):
         read_scans(shifted)
-    flipped = fuse(lambda bb, x: op.flip(scan(bb, x, 1), 1), ((4, 8), FLOAT))
+    other_way = fuse(lambda bb, x: op.flip(scan(bb, x, 1), 0), ((4, 8), FLOAT))
     with pytest.raises(Unsupported, match="read at another point"):
-        read_scans(flipped)
+        read_scans(other_way)
+    both = fuse(lambda bb, x: op.add(op.flip(y := scan(bb, x, 1), 1), y), ((4, 8), FLOAT))
+    with pytest.raises(Unsupported, match="read at another point"):
+        read_scans(both)
     with pytest.raises(Unsupported, match="holds no scan"):
         read_scans(fuse(lambda bb, x: op.exp(x), ((4, 8), FLOAT)))
 
@@ -177,6 +180,35 @@ def test_a_scan_is_planned_with_what_stands_around_it(axis):
     assert group.kernel_class == "scan"
     limit = 3 * 2 * np.prod(shape) / H200.hbm_bytes_per_s * 1e6
     assert group.predicted_us < 2 * limit + 10
+
+
+def backwards(axis):
+    def emit(bb, x, y):
+        found = scan(bb, bb.emit(op.exp(bb.emit(op.flip(wide(bb, x), axis)))), axis)
+        return op.astype(bb.emit(op.multiply(bb.emit(op.flip(found, axis)), wide(bb, y))), HALF)
+
+    return emit
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((3, 520), 1), ((2, 77, 5), 1)], ids=str)
+def test_a_scan_from_the_other_end_is_one_launch(shape, axis):
+    x, y = drawn(shape, HALF), drawn(shape, HALF) + 1
+    (found,) = run(fuse(backwards(axis), (shape, HALF), (shape, HALF)), x, y, seed=2)
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    assert_close(found, np.flip(np.flip(np.exp(x), axis).cumsum(axis), axis) * y, HALF)
+
+
+def test_both_ends_of_a_row_are_two_launches():
+    def emit(bb, x, both):
+        found = bb.emit(op.cumsum(bb.emit(op.flip(x, 1)), 1))
+        turned = bb.emit(op.flip(found, 1))
+        return op.add(turned, found) if both else op.multiply(turned, x)
+
+    shape = ((4096, 2048), FLOAT)
+    (one,) = groups_of(lambda bb, x: emit(bb, x, False), shape)
+    assert one.kernel_class == "scan"
+    two = groups_of(lambda bb, x: emit(bb, x, True), shape)
+    assert [group.kernel_class for group in two] == ["scan", "pointwise"]
 
 
 def test_few_long_rows_are_taken_apart():

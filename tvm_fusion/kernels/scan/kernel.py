@@ -29,7 +29,7 @@ from ..gpu.frame import Frame, kernel_frame, then
 from ..gpu.scope import Point, RowScope
 from ..gpu.transfer import load_element, load_tile, store_values, store_vector
 from ..gpu.vectors import piece_bytes, vector_elements
-from ..program.expr import bytes_of, constant, convert, substitute
+from ..program.expr import bytes_of, constant, convert, linear_form, number, substitute
 from ..program.narrow import narrow_indices
 from ..program.program import COMBINE, Output, Program, ReduceKind, Scan
 from .config import WARP, ScanConfig, configs
@@ -40,8 +40,16 @@ if TYPE_CHECKING:
 
 
 def is_contiguous(program: Program) -> bool:
-    """Whether columns are neighbours in what is written."""
-    return all(output.place is None for output in program.outputs)
+    """Whether columns are neighbours in what is written, in this order or the other."""
+    return all(_step(program, output) in (1, -1) for output in program.outputs)
+
+
+def _step(program: Program, output: Output) -> float | None:
+    """Elements from a column to the next one."""
+    if output.place is None:
+        return 1
+    form = linear_form(output.place, (program.column_var,))
+    return None if form is None else number(form[0][0])
 
 
 def scan_configs(program: Program, hw: HardwareProfile) -> list[ScanConfig]:
@@ -262,9 +270,9 @@ class _Exchange:
         both = T.alloc_local((2,), self.scan.dtype)  # to the left, and all
         for slot in range(2):
             T.buffer_store(both, self.neutral, [slot])
-        for number in range(parts):
-            term = T.Bind(self.memory[first + number * step])
-            with then(part > number):
+        for other in range(parts):
+            term = T.Bind(self.memory[first + other * step])
+            with then(part > other):
                 T.buffer_store(both, self.combine(both[0], term), [0])
             T.buffer_store(both, self.combine(both[1], term), [1])
         return T.Bind(self.combine(both[0], left)), T.Bind(both[1])

@@ -4,7 +4,8 @@ work before, between and behind; each element is read once.
     y[i, j] = exp(sum over k <= j of x[i, k] * w[k]) + z[i, j]
 
 The space is rows x columns, the columns lying along the scanned axis, wherever that is. Blocks
-behind a scan are read at their own point only; what stands before it may be any pointwise work.
+behind a scan read it at their own point, or, all of them, at that from the other end of the row
+(``x.flip(1).cumsum(1).flip(1)``); what stands before it may be any pointwise work.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 from ...config import HardwareProfile, Policy
 from ...cost.liveness import live_values
 from ...cost.traffic import Resources, Traffic
-from ...ir.access import Block
+from ...ir.access import Access, Affine, Block
 from ...ir.extents import assumed, assumed_product
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
@@ -45,7 +46,7 @@ class ScanClass(Family):
         anchor = next((b for b in group.blocks if b.scanned is not None), None)
         if anchor is None:
             return group.refuse(RefusalCode.REDUCTION, "the group holds no scan")
-        behind: set[int] = set()
+        behind: dict[int, bool] = {}
         for block in group.blocks:
             if refusal := _refuse_block(group, block, anchor, behind):
                 return refusal
@@ -75,9 +76,11 @@ class ScanClass(Family):
 
 
 def _refuse_block(
-    group: GroupView, block: Block, anchor: Block, behind: set[int]
+    group: GroupView, block: Block, anchor: Block, behind: dict[int, bool]
 ) -> Refusal | None:
-    """Why a block does not fit; `behind` collects the tensors that a scan is needed for."""
+    """Why a block does not fit; `behind` collects the tensors that a scan is needed for, and
+    whether their rows run backwards.
+    """
     if block.reduction is not None:
         return group.refuse(RefusalCode.REDUCTION, f"{block.name} is a reduction")
     read = [access for access in block.reads if access.tensor in behind]
@@ -89,11 +92,34 @@ def _refuse_block(
             RefusalCode.SPACE_MISMATCH,
             f"{block.name} is computed over another shape, or along another axis, than the scan",
         )
-    for access in read:
+    turned = False
+    for number, access in enumerate(read):
+        own = behind[access.tensor]
         if not is_identity(block, access):
+            if not _is_flipped(block, access, axis):
+                return refuse_other_row(group, block, access.tensor)
+            own = not own
+        if number and own != turned:
             return refuse_other_row(group, block, access.tensor)
-    behind.update(w.tensor for w in block.writes)
+        turned = own
+    if turned and block.scanned is not None:
+        return refuse_other_row(group, block, read[0].tensor)
+    behind.update((w.tensor, turned) for w in block.writes)
     return None
+
+
+def _is_flipped(block: Block, access: Access, axis: int) -> bool:
+    """Whether a block reads, at each point, what stands as far from the other end of an axis."""
+    for own, index in zip(block.writes[0].index, access.index, strict=False):
+        if own == index:
+            continue
+        alone = isinstance(own, Affine) and own.single_axis == axis
+        if not alone or not isinstance(index, Affine) or index.axes != {axis}:
+            return False
+        last = assumed(block.axes[axis].extent) - 1
+        if (index.coefficients[axis], index.constant) != (-1, last):
+            return False
+    return len(access.index) == len(block.writes[0].index)
 
 
 def _shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:

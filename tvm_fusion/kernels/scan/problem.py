@@ -43,7 +43,11 @@ def _read(func: tirx.PrimFunc, exact: bool) -> Program:
     resolver = Resolver(space, definitions, placeholders, exact)
     axes = _axes(space, anchor, place)
     written = [n for n, param in enumerate(params) if param.var in definitions]
-    outputs = [_output(n, definitions[params[n].var], anchor, axes, resolver) for n in written]
+    last = constant(anchor.shape[place] - 1, space.index_dtype)
+    turned = tuple(last - axis if n == place else axis for n, axis in enumerate(axes))
+    outputs = [
+        _output(n, definitions[params[n].var], anchor, (axes, turned), resolver) for n in written
+    ]
     name = func.attrs.get("global_symbol") if func.attrs else None
     if placeholders.reductions:
         raise Unsupported("a reduction beside a scan")
@@ -78,13 +82,18 @@ def _output(
     param: int,
     definition: Definition,
     anchor: Definition,
-    axes: tuple[Expr, ...],
+    ways: tuple[tuple[Expr, ...], tuple[Expr, ...]],
     resolver: Resolver,
 ) -> Output:
+    """What is written to a parameter: from one end of the rows, or from the other."""
     name, space = definition.buffer.name, resolver.space
     if definition.shape != anchor.shape:
         raise Unsupported(f"{name} {list(definition.shape)} beside scans of {list(anchor.shape)}")
-    value = resolver.read(definition.buffer, axes, None)
+    axes, turned = ways
+    try:
+        value = resolver.read(definition.buffer, axes, None)
+    except Unsupported:
+        value, axes = resolver.read(definition.buffer, turned, None), turned
     at = flatten(axes, shape_of(definition.buffer), space.index_dtype)
     at = space.analyzer.simplify(at)
     offset = substitute(at, {space.column_var: constant(0, space.index_dtype)})
