@@ -82,6 +82,24 @@ def two_nests(x: T.Buffer((300,), "float32"), y: T.Buffer((300,), "float32")):
             y[place] = between[299 - place] * T.float32(2)
 
 
+def sums_in_flat_rows(step, length, pitch):
+    """Running sums of rows whose elements lie `step` apart, groups of rows `pitch` apart."""
+
+    @T.prim_func(s_tir=True)
+    def sums(x: T.Buffer((210,), "float32"), y: T.Buffer((210,), "float32")):
+        for row in range(30):
+            with T.sblock("row"):
+                r = T.axis.opaque(30, row)
+                y[r // step * pitch + r % step] = x[r // step * pitch + r % step]
+                for i in range(length - 1):
+                    y[r // step * pitch + r % step + (i + 1) * step] = (
+                        y[r // step * pitch + r % step + i * step]
+                        + x[r // step * pitch + r % step + (i + 1) * step]
+                    )
+
+    return sums
+
+
 def run(func, *arrays):
     """The arrays after a call of the scheduled function, and how it runs."""
     scheduled = plain_schedule(func)
@@ -99,6 +117,27 @@ def test_a_loop_that_reads_what_it_wrote_before_stays_in_a_thread():
     x, y = np.random.default_rng(0).random((7, 11), "float32"), np.full((8, 11), 0, "float32")
     assert run(running_sums, x, y) == (1, PER_ELEMENT)
     np.testing.assert_allclose(y[1:], x.cumsum(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("step", "length", "pitch", "how"),
+    [
+        (5, 7, 35, PER_ELEMENT),
+        (1, 7, 7, PER_ELEMENT),
+        (30, 7, 210, PER_ELEMENT),
+        (5, 7, 34, ONE_THREAD),  # the last of a group is the first of the next one
+        (5, 7, 30, ONE_THREAD),
+    ],
+)
+def test_rows_of_flat_tensors_are_told_apart_by_their_places(step, length, pitch, how):
+    x, y = np.random.default_rng(0).random(210, "float32"), np.zeros(210, "float32")
+    expected = np.zeros_like(y)
+    for row in range(30):
+        first = row // step * pitch + row % step
+        at = first + np.arange(length) * step
+        expected[at] = x[at].cumsum()
+    assert run(sums_in_flat_rows(step, length, pitch), x, y) == (1, how)
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
 
 
 def test_places_that_are_data_are_written_in_order_by_one_thread():
@@ -142,6 +181,7 @@ PROGRAMS = {
     "adaptive_avg_pool1d": (lambda x: F.adaptive_avg_pool1d(x, 4), (X[0],), PER_ELEMENT),
     "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (3, 5)), (X,), PER_ELEMENT),
     "scatter": (lambda x, i, v: x.scatter(0, i, v), (torch.randn(7, 5), AT, VALUES), OWN_THREADS),
+    "logcumsumexp": (lambda x: torch.logcumsumexp(x, 2), (X,), PER_ELEMENT),
     "bucketize": (
         lambda limits, x: torch.bucketize(x, limits),
         (torch.arange(9.0), torch.randn(20) * 5),

@@ -8,7 +8,8 @@
 
 Every nest becomes a kernel of its own. A loop is spread over threads only where it is proven that
 its iterations do not meet: its variable is itself an index of every tensor that the nest writes, in
-one dimension of all stores to it and of all loads from it. What is left of the nest runs in each
+one dimension of all stores to it and of all loads from it, or can be computed from the place in
+memory (`row // s * c + row % s + i * s` with i below c / s). What is left of the nest runs in each
 thread in its order; where no loop is proven, the whole nest runs in one thread. A nest that has
 threads of its own stays as it is.
 
@@ -22,7 +23,8 @@ from dataclasses import dataclass, field
 
 import tvm_ffi
 from tvm import s_tir, tirx
-from tvm.ir import Call, Expr, PrimType, TensorLoad, Var
+from tvm.ir import Call, Expr, PrimType, Range, TensorLoad, Var
+from tvm.sym import Analyzer
 
 from ...transform.lower.ordered_writes import serial, variables_of
 
@@ -137,13 +139,17 @@ class _Accesses:
     Attributes
     ----------
     stores, loads : mapping of tensors to the indices of each access
+    places : of each access, the number of the element in its tensor, over the variables of loops
     own : tensors that live within the nest
+    ranges : what the loops within the nest go through
     known : whether all accesses are known; an address that is taken may lead anywhere
     """
 
     stores: dict[Var, list[list[Var | None]]] = field(default_factory=dict)
     loads: dict[Var, list[list[Var | None]]] = field(default_factory=dict)
+    places: dict[Var, list[Expr]] = field(default_factory=dict)
     own: set[Var] = field(default_factory=set)
+    ranges: dict[Var, Range] = field(default_factory=dict)
     known: bool = True
 
 
@@ -159,7 +165,10 @@ def _independent(loops: Sequence[tirx.For], body: tirx.Stmt) -> list[tirx.For]:
         for loop in loops
         if _starts_at_zero(loop)
         and not variables.intersection(variables_of(loop.extent))
-        and all(_tells_apart(found, tensor, loop.loop_var) for tensor in written)
+        and all(
+            _tells_apart(found, tensor, loop.loop_var) or _is_told_by(found, tensor, loop, loops)
+            for tensor in written
+        )
     ]
 
 
@@ -172,6 +181,68 @@ def _tells_apart(found: _Accesses, tensor: Var, var: Var) -> bool:
     accesses = [*found.stores[tensor], *found.loads.get(tensor, ())]
     rank = min(map(len, accesses))
     return any(all(a[d] is not None and a[d].same_as(var) for a in accesses) for d in range(rank))
+
+
+def _is_told_by(found: _Accesses, tensor: Var, loop: tirx.For, loops: Sequence[tirx.For]) -> bool:
+    """Whether the iteration of a loop can be computed from every place of a tensor that it reaches:
+    in ``row // s * c + row % s + i * s``, i below c / s, from ``place // c`` and ``place % s``.
+    """
+    var, analyzer = loop.loop_var, Analyzer()
+    reach = {other.loop_var: Range(other.min, other.extent) for other in loops} | found.ranges
+    for other, own in reach.items():
+        analyzer.bind(other, own)
+    places = [analyzer.simplify(place) for place in found.places.get(tensor, ())]
+    known = len(places) == len(found.stores[tensor]) + len(found.loads.get(tensor, ()))
+    if not known or not all(set(variables_of(place)) <= set(reach) for place in places):
+        return False
+    whole = isinstance(loop.extent, tirx.IntImm)
+    sizes = set().union(*(_divisors(place, var) for place in places))
+    sizes = sizes or {1, *([int(loop.extent)] if whole else [])}
+    return any(size > 0 and _tells(places, var, loop.extent, size, reach) for size in sizes)
+
+
+def _tells(
+    places: Sequence[Expr], var: Var, extent: Expr, size: int, reach: dict[Var, Range]
+) -> bool:
+    """Whether quotient and remainder of a variable by `size` can be computed from all places."""
+    analyzer = Analyzer()
+    for other, own in reach.items():
+        if not other.same_as(var):
+            analyzer.bind(other, own)
+    quotient, rest = (Var(name, var.ty) for name in ("quotient", "rest"))
+    count = analyzer.simplify((extent + (size - 1)) // size)
+    analyzer.bind(quotient, Range(0, count))
+    analyzer.bind(rest, Range(0, size))
+    here, next_one = ({var: q * size + rest} for q in (quotient, quotient + 1))
+    step = analyzer.simplify(_put(places[0], next_one) - _put(places[0], here))
+    places = [analyzer.simplify(_put(place, here)) for place in places]
+    prove = analyzer.can_prove_equal
+    if not all(prove(place % size, rest) for place in places):
+        return False
+    if isinstance(count, tirx.IntImm) and int(count) == 1:
+        return True
+    known = isinstance(step, tirx.IntImm) and int(step) > 0
+    return known and all(prove(place // step, quotient) for place in places)
+
+
+def _divisors(expr: Expr, var: Var) -> set[int]:
+    """What a variable is divided by in an expression; 0 for what is no positive number."""
+    found: set[int] = set()
+
+    def visit(division: Expr) -> None:
+        if var in variables_of(division.a):
+            known = isinstance(division.b, tirx.IntImm) and division.a.same_as(var)
+            found.add(max(0, int(division.b)) if known else 0)
+
+    kinds = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
+    tvm_ffi.structural_walk(expr, [(kind, visit) for kind in kinds])
+    return found
+
+
+def _put(expr: Expr, values: dict[Var, Expr]) -> Expr:
+    if not values:
+        return expr
+    return tvm_ffi.structural_map(expr, (Var, lambda var: values.get(var, var)))
 
 
 def _accesses(body: tirx.Stmt) -> _Accesses:
@@ -189,10 +260,24 @@ def _accesses(body: tirx.Stmt) -> _Accesses:
         found.own.update(node.block.alloc_buffers)
         found.known &= not node.block.match_buffers
 
+    def place(tensor: Var, indices: Sequence[Expr]) -> None:
+        if len(indices) != len(tensor.ty.shape) or not len(indices):
+            return
+        at: Expr = tirx.IntImm(str(indices[0].ty.dtype), 0)
+        for index, extent in zip(indices, tensor.ty.shape, strict=True):
+            index, extent = (x.astype(str(at.ty.dtype)) for x in (_put(index, meaning), extent))
+            at = at * extent + index
+        found.places.setdefault(tensor, []).append(at)
+
+    def inner(loop: tirx.For) -> None:
+        found.ranges[loop.loop_var] = Range(loop.min, loop.extent)
+
     def store(node: tirx.BufferStore) -> None:
+        place(node.buffer, node.indices)
         found.stores.setdefault(node.buffer, []).append([resolved(i) for i in node.indices])
 
     def load(node: TensorLoad) -> None:
+        place(node.source, node.indices)
         found.loads.setdefault(node.source, []).append([resolved(i) for i in node.indices])
 
     def alias(_: tirx.DeclBuffer) -> None:
@@ -206,6 +291,7 @@ def _accesses(body: tirx.Stmt) -> _Accesses:
 
     callbacks = [
         (s_tir.SBlockRealize, realize),
+        (tirx.For, inner),
         (tirx.BufferStore, store),
         (TensorLoad, load),
         (tirx.AllocBuffer, lambda node: found.own.add(node.buffer)),
