@@ -21,6 +21,7 @@ from tvm_fusion.kernels.convolution.hopper import (
 )
 from tvm_fusion.kernels.gemm.hopper.config import HopperConfig
 from tvm_fusion.kernels.gemm.mma.plan import MmaConfig
+from tvm_fusion.transform.apply.place_parts import with_pitches
 
 from ...support.conv_suites import last
 from ...support.cuda_on_cpu import run_cuda_on_cpu
@@ -98,6 +99,27 @@ def test_results_are_pooled_by_mma(case, profile):
     kernel = CUDA_WRITER.emit(problem, profile, POLICY, config)
     assert run_cuda_on_cpu(kernel, [*inputs, *outputs]) == 1
     close(outputs, wanted)
+
+
+@pytest.mark.parametrize("config_kind", [RimConfig, HopperConfig, MmaConfig])
+def test_results_that_are_parts_of_a_concatenation_are_pooled(config_kind):
+    """The skip of a U-Net is written where the whole has it; what is pooled is a part, too."""
+    case = PooledConv(last((8, 6), (3, 3), 64, 64, batch=2), (2, 2), stored=True)
+    func = case.func()
+    shapes = [tuple(int(n) for n in param.ty.shape) for param in func.params]
+    wholes = [*shapes[:-2], (2, 8, 6, 192), (2, 5, 3, 68)]
+    problem = read_convolution(with_pitches(func, wholes))
+    ranked = CUDA_WRITER.ranked(problem, TINY_H200, POLICY)
+    kernel = CUDA_WRITER.emit(
+        problem, TINY_H200, POLICY, next(c for _, c in ranked if type(c) is config_kind)
+    )
+    inputs = case.conv.arrays()
+    arrays = [np.full(whole, np.nan, "float16") for whole in wholes[-2:]]
+    run = run_cuda_on_cpu if config_kind is MmaConfig else run_hopper_on_cpu
+    assert run(kernel, [*inputs, *arrays]) == 1
+    parts = arrays[0][..., :64], arrays[1][:, :4, :, :64]
+    close(parts, case.expected(inputs))
+    assert [int(np.isfinite(array).sum()) for array in arrays] == [part.size for part in parts]
 
 
 def test_a_mean_keeps_every_rounding_where_that_is_asked_for():

@@ -5,7 +5,7 @@ y[b, s, c] = T[b, c // 64, s, c % 64]      the output y reads the sum T at funct
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tvm import tirx
@@ -181,7 +181,7 @@ def sums_and_partials(
     """
     sums: list[Definition] = []
     partials: dict[Var, Axis | RowRun | Finished] = {}
-    after: set[Var] = set()  # products, and what is pointwise in them
+    after: dict[Var, tuple[Extent, ...]] = {}  # products, what is pointwise in them, by extents
     for definition in definitions:
         loads = loads_of(definition.value)
         read = list(dict.fromkeys(load.source for load in loads if load.source in partials))
@@ -189,13 +189,13 @@ def sums_and_partials(
             partials[definition.buffer] = _finished(definition, read, partials, definitions)
         elif definition.kind is None:
             if any(load.source in after for load in loads):
-                after.add(definition.buffer)
+                after[definition.buffer] = definition.shape
         elif _reduces_product(definition, loads, after):
             run = find_row_run(definition, after)
             partials[definition.buffer] = run_axis(definition) if run is None else run
         elif is_sum_of_products(definition):
             sums.append(definition)
-            after.add(definition.buffer)
+            after[definition.buffer] = definition.shape
     return sums, partials
 
 
@@ -223,7 +223,9 @@ def _finished(
     return Finished(next(d for d in definitions if d.buffer.same_as(first)), known)
 
 
-def _reduces_product(definition: Definition, loads: list[TensorLoad], after: set[Var]) -> bool:
+def _reduces_product(
+    definition: Definition, loads: list[TensorLoad], after: Collection[Var]
+) -> bool:
     """Whether each term is another element of a product, or of what is pointwise in it."""
     axes = {axis for axis, n in zip(definition.axes, definition.shape, strict=True) if n != 1}
     axes |= {var for var, extent in definition.reduced if extent != 1}

@@ -12,7 +12,7 @@ it reads: each goes to p[i // 16, j], which of the last ones may be no element o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import tvm
@@ -21,7 +21,7 @@ from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from ...errors import Unsupported
-from ..program.definitions import Definition, shape_of
+from ..program.definitions import Definition
 from ..program.expr import (
     conjunction,
     constant,
@@ -32,7 +32,7 @@ from ..program.expr import (
     substitute,
     variables,
 )
-from ..program.program import ReduceKind
+from ..program.program import Extent, ReduceKind
 from .model import (
     INDEX,
     RUN_ROWS,
@@ -79,10 +79,11 @@ class RowRun:
         return conjunction(*(axis.var < constant(axis.extent, INDEX) for axis in cut))
 
 
-def find_row_run(definition: Definition, after: Set[Var]) -> RowRun | None:
+def find_row_run(definition: Definition, after: Mapping[Var, tuple[Extent, ...]]) -> RowRun | None:
     """A reduction as one of runs of rows, or None: of another form, of other runs, or of columns.
 
-    `after` are the products, and what is pointwise in them.
+    `after` are the products, and what is pointwise in them, with the extents that are written:
+    those of a part of a concatenation are not those of the whole.
     """
     extents = [extent for _, extent in definition.reduced]
     if definition.kind not in _KINDS or not all(isinstance(n, int) for n in extents):
@@ -93,7 +94,7 @@ def find_row_run(definition: Definition, after: Set[Var]) -> RowRun | None:
     first = loads[0].indices
     if not all(same(a, b) for load in loads for a, b in zip(first, load.indices, strict=True)):
         return None
-    found = _Reader(definition, loads[0]).read()
+    found = _Reader(definition, loads[0], after[loads[0].source]).read()
     return found if found is not None and _reduces_all(definition, found) else None
 
 
@@ -107,8 +108,8 @@ def loads_of(expr: Expr) -> list[TensorLoad]:
 class _Reader:
     """Reads each index of a load as a whole axis of the result, or as a run along one."""
 
-    def __init__(self, definition: Definition, load: TensorLoad) -> None:
-        self.definition, self.load = definition, load
+    def __init__(self, definition: Definition, load: TensorLoad, shape: tuple[Extent, ...]) -> None:
+        self.definition, self.load, self.shape = definition, load, shape
         axes = zip(definition.axes, definition.shape, strict=True)
         self.spatial = {axis: n for axis, n in axes if axis is not None}
         self.reduced = dict(definition.reduced)
@@ -122,7 +123,7 @@ class _Reader:
     def read(self) -> RowRun | None:
         """The run, or None."""
         axes, plain = [], False
-        for index, extent in zip(self.load.indices, shape_of(self.load.source), strict=True):
+        for index, extent in zip(self.load.indices, self.shape, strict=True):
             if not isinstance(extent, int):
                 return None
             if extent == 1 and number(self._simple(index)) == 0:
