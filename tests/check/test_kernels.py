@@ -1,5 +1,7 @@
 """Large models: each distinct kernel is checked by itself, the whole beside PyTorch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from tvm_fusion.check.verify import Verification
 from tvm_fusion.compilation import one_function
 from tvm_fusion.flow.functions import planned_function
 from tvm_fusion.plan.refusal import RefusalCode
+from tvm_fusion.plan.search.search import unfused_plan
 
 from ..planted import planted
 from .test_written_memory import WRONG
@@ -170,3 +173,16 @@ def test_a_wrong_write_into_a_cache_is_found(wrong, monkeypatch, caplog):
     done = planted_write(monkeypatch, WRONG[wrong])
     assert kernels.kernels_checked(model.build()) is None
     assert any(f"kernel {done[0]}" in r.message for r in caplog.records)
+
+
+class Third(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.split(16, -1)[1].tanh()
+
+
+def test_of_an_operator_alone_that_gives_more_the_parts_that_are_read_are_compared():
+    model = planned_function(Third(), "llvm", example_inputs=(X,))
+    apart = replace(model, plan=unfused_plan(model.graph, model.hw, model.policy))
+    found = kernels.kernels_checked(apart.build())
+    assert found.verification.passed
+    assert found.kernels == 2

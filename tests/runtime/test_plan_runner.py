@@ -100,6 +100,19 @@ def test_views_and_constants_are_found_in_memory():
         np.testing.assert_allclose(curved, np.tanh(np.exp(x).reshape(12)), rtol=1e-5)
 
 
+def test_a_number_is_taken_as_a_tensor_without_axes():
+    from tvm.relax import op
+
+    target, hw = resolve_target("llvm")
+    mod = module(lambda bb, x, y: op.add(x, y), ((4, 3), "float32"), ((), "float32"))
+    low = lower(mod, target, hw=hw)
+    graph = build_graph(low)
+    runner = PlanRunner(low, graph, hw, POLICY, target)
+    x, y = np.ones((4, 3), "float32"), np.array(2, "float32")
+    (found,) = runner.run(unfused_plan(graph, hw, POLICY), [x, y])
+    np.testing.assert_array_equal(found, x + y)
+
+
 def test_times_have_a_number_for_every_launch_and_plans_are_interleaved():
     runner, inputs = runner_of("random-small:2")
     plans = [unfused_plan(runner.graph, runner.hw, POLICY), search(runner.graph, runner.hw, POLICY)]

@@ -168,7 +168,11 @@ def _cases(made: BuiltPlan, calls: Mapping[str, _Call]) -> dict[str, _Case] | No
     for name, (alone, inputs) in zip(
         groups, groups_alone(low, graph, plan, groups.values()), strict=True
     ):
-        cases[name] = _Case(alone, len(inputs), None)
+        whole, read = len(_results(calls[name].of.ty)), _read(alone["main"])
+        if read is None and whole != len(_results(alone["main"].ret_ty)):
+            return None
+        results = None if read is None else [len(inputs) + number for number in read]
+        cases[name] = _Case(alone, len(inputs), results)
     for name, call in writing.items():
         alone = _writing_alone(low, name, call)
         if alone is None:
@@ -176,6 +180,21 @@ def _cases(made: BuiltPlan, calls: Mapping[str, _Call]) -> dict[str, _Case] | No
         cases[name] = _Case(alone, len(call.arguments), call.results)
     known = all(len(calls[name].arguments) == case.count for name, case in cases.items())
     return cases if known else None
+
+
+def _read(main: relax.Function) -> list[int] | None:
+    """Which results of an operator that is a kernel by itself something reads: it gives all that it
+    has (`split`). None where a group is several operators, or has one result.
+    """
+    bindings = [b for block in main.body.blocks for b in block.bindings]
+    bound = {b.var: b.value for b in bindings}
+    whole = bound.get(main.body.body, main.body.body)
+    leaves = whole.fields if isinstance(whole, relax.Tuple) else [main.body.body]
+    fields = [bound.get(leaf) for leaf in leaves]
+    alone = sum(isinstance(b.value, Call) for b in bindings) == 1
+    if not alone or not all(isinstance(field, relax.TupleGetItem) for field in fields):
+        return None
+    return [field.index for field in fields]
 
 
 def _writing_alone(low: tvm.IRModule, name: str, call: _Call) -> tvm.IRModule | None:

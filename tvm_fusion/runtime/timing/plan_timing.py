@@ -108,7 +108,7 @@ class Buffers:
         """Copies an array or a tensor of the same shape and dtype into a buffer."""
         target = self.tensor(key)
         if isinstance(value, np.ndarray):
-            target.copyfrom(np.ascontiguousarray(value))
+            target.copyfrom(np.ascontiguousarray(value).reshape(value.shape))  # also without axes
         elif isinstance(value, tvm.runtime.Tensor):
             value.copyto(target)
         else:
