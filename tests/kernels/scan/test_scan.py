@@ -8,6 +8,7 @@ from tvm.relax import op
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.program.analysis import analyze
+from tvm_fusion.kernels.scan import kernel
 from tvm_fusion.kernels.scan.config import ScanConfig
 from tvm_fusion.kernels.scan.kernel import emit_scan, scan_configs
 from tvm_fusion.kernels.scan.problem import read_scans
@@ -54,9 +55,9 @@ def drawn(shape, dtype):
 
 def run(func, *inputs, config=None, seed=None):
     program = read_scans(func)
-    kernel = emit_scan(program, H200, config or scan_configs(program, H200)[0])
+    written = emit_scan(program, H200, config or scan_configs(program, H200)[0])
     outputs = outputs_of(func, len(inputs))
-    assert run_cuda_on_cpu(kernel, [*inputs, *outputs], seed=seed) == 1
+    assert run_cuda_on_cpu(written, [*inputs, *outputs], seed=seed) == 1
     return outputs
 
 
@@ -111,6 +112,14 @@ def test_every_layout_of_threads_is_right(config):
     x = drawn(shape, HALF)
     (found,) = run(fuse(alone(1), (shape, HALF)), x, config=config, seed=5)
     assert_close(found, reference(x, 1), HALF)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((3, 4100), 1), ((70, 37), 0)], ids=str)
+def test_places_of_64_bits_are_right(shape, axis, monkeypatch):
+    monkeypatch.setattr(kernel, "narrow_indices", lambda program: program)
+    x = drawn(shape, FLOAT)
+    (found,) = run(fuse(alone(axis), (shape, FLOAT)), x)
+    assert_close(found, reference(x, axis), FLOAT)
 
 
 def around(bb, x, y, w):
@@ -229,10 +238,17 @@ def test_other_classes_compute_no_scans_and_say_so():
 
 
 @pytest.mark.parametrize(
-    "emit", [alone(1), alone(0), alone(1, "cumprod")], ids=["along", "across", "product"]
+    ("emit", "shape"),
+    [
+        (alone(1), (4096, 4096)),
+        (alone(0), (4096, 4096)),
+        (alone(1, "cumprod"), (4096, 4095)),
+        (alone(1), (70000, 40000)),
+    ],
+    ids=["along", "across", "product", "2.8e9 elements"],
 )
-def test_kernels_compile_for_hopper_without_spills(emit):
-    func = fuse(emit, ((4096, 4096), HALF))
+def test_kernels_compile_for_hopper_without_spills(emit, shape):
+    func = fuse(emit, (shape, HALF))
     program = read_scans(func)
     kernels = {
         f"scan_{n}": emit_scan(program, H200, config)

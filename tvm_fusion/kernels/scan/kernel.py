@@ -93,15 +93,11 @@ class _Scans:
         self.elements = vector_elements(program, width) if self.by_vectors else {}
         self.turns = -(-program.columns // config.chunk)
         self.whole = self.turns * config.chunk == program.columns
-        block, thread = (convert(x, program.index_dtype) for x in (frame.block, frame.thread))
-        across, along = T.truncdiv, T.truncmod
-        if not config.along:
-            side = config.rows
-            self.place, self.side = T.Bind(across(thread, side)), T.Bind(along(thread, side))
-        else:
-            side = config.threads
-            self.place, self.side = T.Bind(along(thread, side)), T.Bind(across(thread, side))
-        row = T.Bind(block * config.rows + self.side)
+        inner = config.threads if config.along else config.rows
+        near, far = (T.Bind(f(frame.thread, inner)) for f in (T.truncmod, T.truncdiv))
+        self.place, self.side = (near, far) if config.along else (far, near)
+        block, side = (convert(x, program.index_dtype) for x in (frame.block, self.side))
+        row = T.Bind(block * config.rows + side)
         self.exists: Expr | None = None
         if program.row_count % config.rows:
             self.exists = T.Bind(row < program.row_count)
@@ -118,8 +114,9 @@ class _Scans:
         bodies, values = ([scope.prepare(expr) for expr in part] for part in (bodies, values))
         exchanges = [_Exchange(scan, self) for scan in program.scans]
         with T.serial(self.turns) as turn:
-            first = convert(turn, program.index_dtype) * self.config.threads + self.place
-            columns = self._columns(T.Bind(first * self.config.width))
+            turns, place = (convert(x, program.index_dtype) for x in (turn, self.place))
+            first = (turns * self.config.threads + place) * self.config.width
+            columns = self._columns(T.Bind(first))
             points = self._points(columns)
             for exchange, body in zip(exchanges, bodies, strict=True):
                 found = exchange.run(turn, self._elements(exchange, columns, points, body))
