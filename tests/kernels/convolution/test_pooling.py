@@ -1,6 +1,7 @@
 """Convolutions whose results are pooled by the same kernel."""
 
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from tvm.relax import op
 
 import tvm_fusion
 from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.convolution.forms import CPU_WRITER, CUDA_WRITER
 from tvm_fusion.kernels.convolution.geometry import read_convolution
 from tvm_fusion.kernels.convolution.hopper import (
@@ -29,6 +31,7 @@ from ...support.graphs import module
 from ...support.hopper_on_cpu import compile_hopper, run_hopper_on_cpu
 from ...support.kernel_cases import outputs_of
 from ...support.pooling import PooledConv
+from .test_hopper import drawn
 
 H200, A100 = load_profile("nvidia_h200"), load_profile("nvidia_a100")
 TINY_H200 = replace(H200, num_sms=2)
@@ -44,6 +47,7 @@ CASES = [
     PooledConv(last((8, 9), (3, 3), 32, 32, groups=2, batch=2), (1, 2)),
     PooledConv(last((8, 9), (3, 3), 96, 40, batch=2, parts=(64, 32)), (2, 2)),
     PooledConv(last((8, 12), (2, 2), 32, 32, batch=2, stride=2, padding=(0,) * 4), (2, 2)),
+    PooledConv(last((12, 7), (3, 3), 64, 72, batch=1), (4, 4)),  # one window a line
     PooledConv(last((21,), (7,), 96, 24, batch=3), (2,)),
     PooledConv(last((21,), (7,), 96, 24, batch=3), (8,), mean=True, stored=True),
     PooledConv(last((5, 6, 7), (3, 1, 3), 64, 64, batch=2), (2, 2, 2), stored=True),
@@ -84,6 +88,44 @@ def test_results_are_pooled_in_every_form_of_the_kernel(case, form):
     problem = read_convolution(func)
     found = configs(problem)
     check(case, func, problem, found[(form + CASES.index(case)) % len(found)])
+
+
+def drawn_case(seed):
+    """A random convolution that is pooled, some of the results stored, too."""
+    rng = random.Random(seed)
+    epilogue = rng.choice(("none", "relu", "scale_shift", "residual"))
+    conv = replace(drawn(seed), epilogue=epilogue, dtype="float16")
+    last_dim = conv.rank + 1
+    window = tuple(rng.choice((1, 2, 4)[: n.bit_length()]) for n in conv.output_sizes)
+    order = rng.choice((None, (0, last_dim, *range(1, last_dim))))
+    return PooledConv(conv, window, *(rng.random() < 0.5 for _ in range(2)), order)
+
+
+def is_pooled(seed):
+    case = drawn_case(seed)
+    positions = np.prod(case.window)
+    return not case.conv.transposed and 1 < positions <= 16
+
+
+@pytest.mark.one_in(16)
+@pytest.mark.parametrize("seed", [s for s in range(200, 240) if is_pooled(s)])
+def test_random_convolutions_pool_their_results_or_say_why_not(seed):
+    case = drawn_case(seed)
+    func, inputs = case.func(), case.conv.arrays()
+    problem = read_convolution(func)
+    for hw in (TINY_H200, A100):
+        try:
+            ranked = CUDA_WRITER.ranked(problem, hw, POLICY)
+        except Unsupported:
+            assert hw is A100
+            assert case.stored
+            assert not case.is_whole
+            continue
+        _, config = random.Random(seed).choice(ranked[:8])
+        outputs = outputs_of(func, len(inputs))
+        run = run_hopper_on_cpu if isinstance(config, HopperConfig) else run_cuda_on_cpu
+        run(CUDA_WRITER.emit(problem, hw, POLICY, config), [*inputs, *outputs])
+        close(outputs, case.expected(inputs))
 
 
 @pytest.mark.one_in(4)

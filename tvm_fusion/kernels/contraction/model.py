@@ -15,8 +15,8 @@ of the PrimFunc's own parameters. Half precision is widened: loads stand under a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import tvm
 from tvm import tirx
@@ -188,10 +188,11 @@ class ColumnPartial:
     """A reduction ("sum" or "max") of runs of `rows` rows of a column: `RUN_ROWS` of them, or fewer
     that lie within as many, such as 2 x 2 positions of an image.
 
-    The rows of a run differ in `bits` of their numbers, where a form of a kernel has set these.
-    Where runs are `whole` no term is missing of any; else terms are as many as there are rows. Runs
-    of rows behind the last one that is stored are not `inside`, a condition over the axes of the
-    segment. Of a reduction with a `finish`, that is stored.
+    A run holds as many elements along axes of the segment as `heights` say, one along others; its
+    rows differ in `bits` of their numbers, where a form of a kernel has set these. Where runs are
+    `whole` no term is missing of any; else terms are as many as there are rows. Runs of rows behind
+    the last one that is stored are not `inside`, a condition over the axes of the segment. Of a
+    reduction with a `finish`, that is stored.
     """
 
     kind: str
@@ -199,6 +200,7 @@ class ColumnPartial:
     whole: bool = False
     inside: Expr | None = None
     finish: Finish | None = None
+    heights: Mapping[Var, int] = field(default_factory=dict, compare=False)
     bits: tuple[int, ...] = ()
 
     def map(self, change: Callable[[Expr], Expr]) -> ColumnPartial:

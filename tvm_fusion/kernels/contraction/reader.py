@@ -11,7 +11,7 @@ outputs belong together) and `inline` (expressions).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import tirx
 from tvm.ir import Expr, Var
@@ -278,7 +278,10 @@ class _Builder:
                 result.place = simplify(substitute(result.axes[-1].var, env))
                 result.terms = {v: simplify(substitute(e, env)) for v, e in result.terms.items()}
             if result.over_rows is not None:
-                result.over_rows = result.over_rows.map(lambda e, env=env: substitute(e, env))
+                moved = result.over_rows.map(lambda e, env=env: substitute(e, env))
+                pairs = ((env[axis], n) for axis, n in moved.heights.items())
+                heights = {axis: n for axis, n in pairs if isinstance(axis, Var)}
+                result.over_rows = replace(moved, heights=heights)
             for buffer, read in result.reads.items():
                 self._place_sum(
                     self.sums[buffer], [simplify(substitute(i, env)) for i in read], axes

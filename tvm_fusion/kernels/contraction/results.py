@@ -378,7 +378,8 @@ def read_result(
 
 
 def _over_rows(definition: Definition, param: int, run: RowRun) -> Result:
-    partial = ColumnPartial(definition.kind.value, run.rows, run.whole, run.inside)
+    heights = {axis.var: n for axis, n in zip(run.axes, run.heights, strict=True)}
+    partial = ColumnPartial(definition.kind.value, run.rows, run.whole, run.inside, heights=heights)
     return Result(
         definition,
         param,

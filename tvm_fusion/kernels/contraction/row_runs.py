@@ -25,6 +25,7 @@ from ..program.definitions import Definition
 from ..program.expr import (
     conjunction,
     constant,
+    convert,
     dtype_of,
     is_if_then_else,
     number,
@@ -60,7 +61,7 @@ class RowRun:
     indices : of the result that an element goes to.
     terms : which term of it an element is: the reduced axes.
     inner : the axes without elements behind the last whole run.
-    rows : of a run.
+    heights : of a run, along each axis.
     whole : no run reaches beyond the elements.
     """
 
@@ -68,8 +69,13 @@ class RowRun:
     indices: tuple[Expr, ...]
     terms: Mapping[Var, Expr]
     inner: tuple[Axis, ...]
-    rows: int
+    heights: tuple[int, ...]
     whole: bool
+
+    @property
+    def rows(self) -> int:
+        """Elements of a run."""
+        return math.prod(self.heights)
 
     @property
     def inside(self) -> Expr | None:
@@ -115,6 +121,7 @@ class _Reader:
         self.reduced = dict(definition.reduced)
         self.at: dict[Var, Expr] = {}
         self.inner: list[Axis] = []
+        self.heights: list[int] = []
         self.whole = True
         for var, extent in (*self.spatial.items(), *self.reduced.items()):
             if extent == 1:
@@ -139,8 +146,8 @@ class _Reader:
             constant(0, INDEX) if axis is None else self.at[axis] for axis in self.definition.axes
         ]
         terms = {v: self.at[v] for v in self.reduced}
-        rows = math.prod(self.reduced.values())
-        return RowRun(tuple(axes), tuple(indices), terms, tuple(self.inner), rows, self.whole)
+        inner, heights = tuple(self.inner), tuple(self.heights)
+        return RowRun(tuple(axes), tuple(indices), terms, inner, heights, self.whole)
 
     def _simple(self, index: Expr) -> Expr:
         return tvm.sym.Analyzer().simplify(substitute(index, self.at))
@@ -172,6 +179,7 @@ class _Reader:
         if count not in counts or any(var in self.at for var in steps):
             return False
         self.inner.append(replace(axis, extent=min(axis.extent, count * height)))
+        self.heights.append(int(height))
         self.whole &= count * height <= axis.extent
         expected = {**dict.fromkeys(outer, height), **dict.fromkeys(inner, 1)}
         if expected != dict(steps):
@@ -211,15 +219,18 @@ def is_neutral(kind: ReduceKind, value: Expr, dtype: str) -> bool:
 
 
 def with_row_bits(
-    outputs: Sequence[Output], m: Sequence[Axis], others: Sequence[Axis]
+    outputs: Sequence[Output],
+    m: Sequence[Axis],
+    others: Sequence[Axis],
+    bits: Sequence[int] | None = None,
 ) -> tuple[Output, ...]:
-    """Outputs whose reductions of rows know by which bits rows of a run differ; `others` are the
-    axes of the batch and of columns.
+    """Outputs whose reductions of rows know by which bits of their numbers rows of a run differ:
+    those given, or the lowest ones. `others` are the axes of the batch and of columns.
 
     Raises
     ------
     Unsupported
-        Reductions of other rows than runs within `RUN_ROWS` from the first one of `m` on.
+        Reductions of other rows than these, from the first one of `m` on.
     """
     found = []
     for output in outputs:
@@ -227,24 +238,24 @@ def with_row_bits(
         if isinstance(partial, ColumnPartial):
             if dtype_of(output.value) != "float32":
                 raise Unsupported(f"a run of {dtype_of(output.value)}")
-            bits = _row_bits(output.indices, m, others, partial.rows)
-            if bits is None:
-                rows = f"{partial.rows} within {RUN_ROWS} side by side"
-                raise Unsupported(f"a reduction of rows that are no {rows}")
-            output = replace(output, partial=replace(partial, bits=bits))
+            own = tuple(range(partial.rows.bit_length() - 1) if bits is None else bits)
+            places = [*output.indices, *([] if partial.inside is None else [partial.inside])]
+            if 1 << len(own) != partial.rows or not _differ_in(own, places, m, others):
+                raise Unsupported(f"a reduction of rows that are no {partial.rows} side by side")
+            output = replace(output, partial=replace(partial, bits=own))
         found.append(output)
     return tuple(found)
 
 
-def _row_bits(
-    indices: Sequence[Expr], m: Sequence[Axis], others: Sequence[Axis], rows: int
-) -> tuple[int, ...] | None:
-    """The bits of a row's number in which the rows of a run differ, where these are bits of its
-    number in a block of `RUN_ROWS`; `indices` are those of the result that a row goes to.
+def _differ_in(
+    bits: Sequence[int], places: Sequence[Expr], m: Sequence[Axis], others: Sequence[Axis]
+) -> bool:
+    """Whether rows whose numbers differ in these bits, of a block of `RUN_ROWS`, are one run:
+    `places` tell which one a row is of.
     """
     count = size_of(m)
-    if not isinstance(count, int):
-        return None
+    if not isinstance(count, int) or max(bits, default=0) >= RUN_ROWS.bit_length() - 1:
+        return False
     first, place = fresh_var("first", INDEX), fresh_var("place", INDEX)
     axes = [Axis(first, -(-count // RUN_ROWS)), Axis(place, RUN_ROWS)]
     simplify = Simplifier([*others, *axes])
@@ -255,11 +266,11 @@ def _row_bits(
 
     # What becomes simple of any row of 16, such as (7 (row // 7) + row % 7) // 16, and what of each
     # one by itself, such as (row // 4) // 3 where that is (4 first + row of 16 // 4) // 3.
-    found = at(_coordinates(m, start + place, simplify), indices)
+    found = at(_coordinates(m, start + place, simplify), places)
     numbers = [constant(row, INDEX) for row in range(RUN_ROWS)]
     ways = (
         [at({place: row}, found) for row in numbers],
-        [at(_coordinates(m, start + row, simplify), indices) for row in numbers],
+        [at(_coordinates(m, start + row, simplify), places) for row in numbers],
     )
 
     def is_one(bit: int) -> bool:
@@ -267,8 +278,7 @@ def _row_bits(
         pairs = [(row, row | 1 << bit) for row in range(RUN_ROWS) if not row >> bit & 1]
         return any(all(_equal(way[a], way[b]) for a, b in pairs) for way in ways)
 
-    bits = tuple(filter(is_one, range(RUN_ROWS.bit_length() - 1)))
-    return bits if 1 << len(bits) == rows else None
+    return all(map(is_one, bits))
 
 
 def _equal(some: Sequence[Expr], others: Sequence[Expr]) -> bool:
@@ -281,5 +291,5 @@ def _coordinates(m: Sequence[Axis], row: Expr, simplify: Simplifier) -> dict[Var
     for position in range(len(m) - 1, -1, -1):
         size = constant(m[position].extent, INDEX)
         found[m[position].var] = tirx.FloorMod(at, size) if position else at
-        at = simplify(tirx.FloorDiv(at, size))
+        at = convert(simplify(tirx.FloorDiv(at, size)), INDEX)
     return found

@@ -9,10 +9,9 @@ import math
 from collections.abc import Collection, Sequence
 
 from ...errors import Unsupported
-from ..contraction.model import INDEX, RUN_ROWS, Axis, Output, Simplifier
+from ..contraction.model import RUN_ROWS, Output
 from ..gemm.hopper.model import BOX
 from ..gpu.tensor_map import MAX_BOX, MAX_STEP
-from ..program.expr import constant, number, substitute
 from .geometry import Convolution
 
 
@@ -105,23 +104,24 @@ def best_run(
 
 
 def run_of(convolution: Convolution, reduced: Sequence[Output]) -> tuple[int, ...]:
-    """Positions along each window that go to the same element of the outputs that are reduced."""
-    indices = [index for output in reduced for index in output.indices]
-    zero = {axis.var: constant(0, INDEX) for axis in convolution.segment.space}
-    simplify = Simplifier([])
+    """Positions along each window that go to the same element of the outputs that are reduced.
 
-    def place(axis: Axis, at: int) -> list[float | None]:
-        env = {**zero, axis.var: constant(at, INDEX)}
-        return [number(simplify(substitute(index, env))) for index in indices]
+    Raises
+    ------
+    Unsupported
+        Outputs that are reduced over different positions, or over other axes.
+    """
+    axes = [None if w.axis is None else w.axis.var for w in convolution.windows]
+    runs = {tuple(o.partial.heights.get(axis, 1) for axis in axes) for o in reduced}
+    if len(runs) > 1 or math.prod(min(runs)) != reduced[0].partial.rows:
+        raise Unsupported("reductions over different positions of results")
+    return min(runs)
 
+
+def row_bits(shape: Sequence[int], run: Sequence[int]) -> tuple[int, ...]:
+    """The bits of a row's number in a box in which positions of a block of `run` differ."""
     found = []
-    for window in convolution.windows:
-        height, axis = 1, window.axis
-        while height < min(RUN_ROWS, window.size) and place(axis, height) == place(axis, 0):
-            height *= 2
-        found.append(height)
-    short = [i for i, n in enumerate(found) if n >= convolution.windows[i].size]
-    if short:  # a run reaches beyond a window of fewer positions
-        rows = max(output.partial.rows for output in reduced)
-        found[short[0]] *= max(1, rows // math.prod(found))
-    return tuple(found)
+    for i, height in enumerate(run):
+        first = math.prod(shape[i + 1 :]).bit_length() - 1
+        found += range(first, first + height.bit_length() - 1)
+    return tuple(sorted(found))

@@ -61,7 +61,7 @@ from ..program.expr import (
     constant,
     dtype_of,
 )
-from .boxes import box_shape, run_of
+from .boxes import box_shape, row_bits, run_of
 from .geometry import Convolution, Put
 from .patches import in_patches
 
@@ -311,7 +311,8 @@ class _Part:
         m, env = self._rows()
         boxed = Put(env, Simplifier([*self.batch, *m, *self.n])).segment(plain)
         groups = {"batch": self.batch, "m": m, "n": self.n}
-        outputs = with_row_bits(boxed.outputs, m, (*self.batch, *self.n))
+        bits = row_bits(windows.shape, self.run) if self.run is not None else None
+        outputs = with_row_bits(boxed.outputs, m, (*self.batch, *self.n), bits)
         boxed = replace(boxed, outputs=outputs)
         bindings, outputs, loads = take_loads(convolution.contraction, boxed, groups)
         data, prologue, parts = self._data()
