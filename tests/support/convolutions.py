@@ -12,7 +12,7 @@ from tvm.relax import op
 
 from tvm_fusion.kernels.cpu.contraction.panels import mark_constants
 
-from .kernel_cases import fuse, numpy_dtype
+from .kernel_cases import fuse, numpy_dtype, outputs_of
 
 DATA_LAYOUTS = {1: ("NCW", "NWC"), 2: ("NCHW", "NHWC"), 3: ("NCDHW", "NDHWC")}
 WEIGHT_LAYOUTS = {1: ("OIW", "WIO"), 2: ("OIHW", "HWIO", "OHWI"), 3: ("OIDHW", "DHWIO")}
@@ -25,7 +25,8 @@ class Conv:
     `padding` has all numbers before, then all behind; `channels`, `filters` are of all groups.
     `repeats` enlarges the data by repeating its elements, then `zeros` pads it, in operators of
     their own. With `parts` it is a concatenation of tensors with so many channels, of which only
-    the first one is enlarged and padded.
+    the first one is enlarged and padded. With `any_batch` the function is for any number of images;
+    `batch` is that of the arrays.
     """
 
     sizes: tuple[int, ...]
@@ -49,6 +50,7 @@ class Conv:
     repeats: tuple[int, ...] = ()
     zeros: tuple[int, ...] = ()
     parts: tuple[int, ...] = ()
+    any_batch: bool = False
 
     def __post_init__(self) -> None:
         rank = len(self.sizes)
@@ -189,13 +191,29 @@ class Conv:
 
     def func(self) -> tirx.PrimFunc:
         """The fused PrimFunc."""
-        func = fuse(_with_tuples(self.emit), *((s, self.dtype) for s in self._shapes))
+        shapes = self._symbolic_shapes if self.any_batch else self._shapes
+        func = fuse(_with_tuples(self.emit), *((s, self.dtype) for s in shapes))
         return mark_constants(func, [1]) if self.constant else func
 
     @property
     def _shapes(self) -> list[tuple[int, ...]]:
         """Of all inputs."""
         return [self.data_shape, self.weight_shape, *self.extra, *self.further_parts]
+
+    @property
+    def _symbolic_shapes(self) -> list[tuple]:
+        """The same with a variable in the place of the number of images."""
+        at, images = self.data_layout.index("N"), tirx.Var("images", "int64")
+        read = [
+            s for s in self.extra if len(s) == len(self.data_layout) and s != self.channel_shape
+        ]
+        moved = {self.data_shape, *self.further_parts, *read}
+        return [(*s[:at], images, *s[at + 1 :]) if s in moved else s for s in self._shapes]
+
+    def poisoned(self) -> list[np.ndarray]:
+        """Arrays for the outputs, NaN everywhere."""
+        fixed = replace(self, any_batch=False).func()
+        return outputs_of(fixed, len(self._shapes))
 
     def arrays(self, seed: int = 0) -> list[np.ndarray]:
         """Inputs, equal in every run."""

@@ -15,6 +15,7 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 
 from ..program.expr import conjunction, constant, dtype_of, substitute
+from ..program.program import Extent
 from .axis import INDEX, Axis
 
 
@@ -37,6 +38,9 @@ class Window:
     phase, offset : Axis or None, int
         An axis of the batch whose extent is the number of phases of a transposed convolution:
         ``(phase + offset) // extent`` comes to the element.
+    high : Extent
+        Symbolic where the number of positions is: each of these then reads the element of its
+        number, as images do.
     inner : Axis or None
         Positions are counted in windows that are pooled: ``axis * extent + inner``, with the extent
         of `inner`.
@@ -53,16 +57,35 @@ class Window:
     before: int
     expansion: int
     low: int
-    high: int
+    high: Extent
     phase: Axis | None = None
     offset: int = 0
     repeats: int = 1
     inner: Axis | None = None
 
     @property
-    def size(self) -> int:
+    def size(self) -> Extent:
         """Positions of the results."""
-        return math.prod(int(axis.extent) for axis in (self.axis, self.inner) if axis is not None)
+        axes = [axis for axis in (self.axis, self.inner) if axis is not None]
+        return math.prod(axis.extent for axis in axes)
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether the number of positions is not known."""
+        return not isinstance(self.size, int)
+
+    def blocks(self, positions: int) -> Extent:
+        """Blocks of so many positions."""
+        return (self.size + positions - 1) // positions
+
+    def is_multiple_of(self, positions: int) -> bool:
+        """Whether all blocks of so many positions are whole."""
+        return positions == 1 or (not self.is_symbolic and self.size % positions == 0)
+
+    @property
+    def phases(self) -> int:
+        """Positions that differ in which taps meet an element."""
+        return 1 if self.is_symbolic else min(self.expansion, self.size)
 
     @property
     def taps(self) -> int:
@@ -72,12 +95,16 @@ class Window:
     @property
     def reads_all(self) -> bool:
         """Whether positions are elements: one for each, none of them padding."""
+        if self.is_symbolic:
+            return True
         steps = (self.taps, self.stride, self.expansion, self.before, self.low)
         return steps == (1, 1, 1, 0, 0) and self.high == self.size
 
     @property
     def has_zeros(self) -> bool:
         """Whether some position and tap meet no element."""
+        if self.is_symbolic:
+            return False
         reach = self.dilation * (self.taps - 1)
         first = min(0, reach) - self.before
         last = self.stride * (self.size - 1) + max(0, reach) - self.before

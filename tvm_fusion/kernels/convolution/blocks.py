@@ -36,6 +36,18 @@ def _has_window(block: Block, read: Access) -> bool:
     )
 
 
+def slides_over_known_sizes(block: Block) -> bool:
+    """Whether a convolution's sizes are known but for those of axes, such as that of images, along
+    which it reads the element of each position alone.
+    """
+    data, weights = data_and_weights(block)
+    plain = [i for i in data.index if isinstance(i, Affine) and i.single_axis is not None]
+    alone = {i.single_axis for i in plain} & set(block.spatial)
+    elsewhere = weights.axes.union(*(i.axes for i in data.index if i not in plain))
+    symbolic = {n for n, axis in enumerate(block.axes) if not isinstance(axis.extent, int)}
+    return symbolic <= alone - elsewhere
+
+
 MOST_PARTS = 4
 """Parts of a concatenation that a kernel has code for."""
 
@@ -59,7 +71,7 @@ def moved_before(
     channels, or with None the whole of it.
     """
     convolution = next(filter(is_convolution, anchor.blocks), None)
-    if convolution is None or not _is_static(convolution):
+    if convolution is None or not slides_over_known_sizes(convolution):
         return frozenset()
     data, weights = data_and_weights(convolution)
     strides = _strides(convolution, data, weights)
@@ -141,7 +153,7 @@ def _parts(group: GroupView, block: Block, dim: int | None) -> tuple[tuple[int, 
     found, start = [], 0
     for read in sorted(block.reads, key=lambda read: -_shift(read.index[dim : dim + 1])):
         shape = group.graph.tensors[read.tensor].shape
-        if len(read.index) != len(at) or not all(isinstance(n, int) for n in shape):
+        if len(read.index) != len(at) or not isinstance(shape[dim], int):
             return ()
         if shape[dim] == 1:
             return ()  # no axis
@@ -170,7 +182,7 @@ def enlarged_cores(graph: FusionGraph, least_filters: int) -> Iterator[tuple[int
     """
     for op in graph.ops:
         block = next(filter(is_convolution, op.blocks), None)
-        if block is None or not _is_static(block):
+        if block is None or not slides_over_known_sizes(block):
             continue
         _, weights = data_and_weights(block)
         filters = block.extents(tuple(weights.axes & set(block.spatial)))
@@ -196,10 +208,6 @@ def _moving(graph: FusionGraph, join: Op) -> list[int]:
                 found.append(producer)
                 waiting.append(producer)
     return found
-
-
-def _is_static(block: Block) -> bool:
-    return all(isinstance(axis.extent, int) for axis in block.axes)
 
 
 def _strides(block: Block, data: Access, weights: Access) -> dict[int, int]:

@@ -12,11 +12,15 @@ from ...errors import Unsupported
 from ..contraction.model import RUN_ROWS, Output
 from ..gemm.hopper.model import BOX
 from ..gpu.tensor_map import MAX_BOX, MAX_STEP
+from ..program.program import Extent
 from .geometry import Convolution
+
+IMAGES = (1, 8, 64)
+"""That boxes of a symbolic number of images are to suit."""
 
 
 def box_shape(
-    sizes: Sequence[int],
+    sizes: Sequence[Extent],
     strides: Sequence[int],
     reach: Sequence[int],
     rims: bool = False,
@@ -24,6 +28,7 @@ def box_shape(
 ) -> tuple[int, ...]:
     """Positions of a box of 64 along each window: the fewest boxes; of these, none that reaches
     beyond a window of one position, if that can be, and what reads the least data with all taps.
+    Where a size is symbolic, some numbers count alike (`IMAGES`).
     With `run` a box holds whole blocks of so many positions, each of which lies in `RUN_ROWS` rows
     side by side.
 
@@ -37,7 +42,9 @@ def box_shape(
     """
     if max(strides) > MAX_STEP:
         raise Unsupported(f"steps of {max(strides)} elements")
-    best = None
+    best, many = None, [_some_of(sizes, images) for images in IMAGES]
+    if all(isinstance(n, int) for n in sizes):
+        many = many[:1]
     for exponents in itertools.product(range(BOX.bit_length()), repeat=len(sizes)):
         if sum(exponents) != BOX.bit_length() - 1:
             continue
@@ -48,16 +55,26 @@ def box_shape(
             continue  # 8 positions side by side, and such groups at equal distances
         if run is not None and not holds_runs(shape, run):
             continue
-        count = math.prod(-(-n // size) for n, size in zip(sizes, shape, strict=True))
+        count = sum(_count(some, shape) * (math.prod(many[-1]) // math.prod(some)) for some in many)
         held = math.prod(
             (n - 1) * step + more + 1 for n, step, more in zip(shape, strides, reach, strict=True)
         )
-        beyond = sum(n == 1 and size > 1 for n, size in zip(sizes, shape, strict=True))
+        beyond = sum(n == 1 and size > 1 for n, size in zip(many[-1], shape, strict=True))
         if best is None or (count, beyond, held, shape) < best:
             best = count, beyond, held, shape
     if best is None:
         raise Unsupported("no box of these positions")
     return best[3]
+
+
+def _some_of(sizes: Sequence[Extent], images: int) -> list[int]:
+    """Sizes with a number in the place of those that are symbolic."""
+    return [n if isinstance(n, int) else images for n in sizes]
+
+
+def _count(sizes: Sequence[int], shape: Sequence[int]) -> int:
+    """Boxes of a shape that hold so many positions."""
+    return math.prod(-(-n // size) for n, size in zip(sizes, shape, strict=True))
 
 
 def holds_runs(shape: Sequence[int], run: Sequence[int]) -> bool:
@@ -80,7 +97,7 @@ def boxes_of(sizes: Sequence[int], strides: Sequence[int], run: Sequence[int] | 
         As `box_shape`.
     """
     shape = box_shape(sizes, strides, (0,) * len(sizes), run=run)
-    return math.prod(-(-n // size) for n, size in zip(sizes, shape, strict=True))
+    return _count(sizes, shape)
 
 
 def best_run(
@@ -98,7 +115,7 @@ def best_run(
             boxes = boxes_of(sizes, strides, run)
         except Unsupported:
             continue
-        blocks = math.prod(-(-n // height) for n, height in zip(sizes, run, strict=True))
+        blocks = _count(sizes, run)
         found.append((boxes, blocks, run))
     return min(found)[2] if found else None
 

@@ -7,11 +7,11 @@ from types import NoneType
 
 from tvm import tirx
 
-from ...config import HardwareProfile
+from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
 from ..base import OnCPU, unranked, write_on_cpu
 from ..cpu.machine import machine_of
-from ..forms import Form, Writer
+from ..forms import Form, Ranked, Writer
 from ..gemm.hopper.config import HopperConfig
 from ..gemm.mma.kernel import emit_gemm_mma
 from ..gemm.mma.plan import MmaConfig
@@ -25,6 +25,7 @@ from .depthwise.kernel import emit_depthwise
 from .depthwise.rank import depthwise_ranked
 from .geometry import Convolution, read_convolution
 from .hopper import RimConfig, emit_hopper, emit_rims, hopper_ranked, rims_ranked
+from .images import with_images
 from .products import as_products
 from .runs import emit_convolution_runs, runs_ranked
 
@@ -67,6 +68,15 @@ def _whole(form: Form) -> Form:
     )
 
 
+def _of_any_images(form: Form) -> Form:
+    """A form whose configurations for some images are those for any number of them."""
+
+    def rank(convolution: Convolution, hw: HardwareProfile, policy: Policy) -> Ranked:
+        return form.rank(with_images(convolution), hw, policy)
+
+    return replace(form, rank=rank)
+
+
 def _of_products(form: Form) -> Form:
     """A form of matrix products, for convolutions as such."""
     return replace(
@@ -80,12 +90,12 @@ CUDA_WRITER = Writer(
     "a convolution",
     read_convolution,
     (
-        Form("rims", RimConfig, rims_ranked, emit_rims),
-        Form("hopper", HopperConfig, hopper_ranked, emit_hopper),
+        _of_any_images(Form("rims", RimConfig, rims_ranked, emit_rims)),
+        _of_any_images(Form("hopper", HopperConfig, hopper_ranked, emit_hopper)),
         _whole(Form("depthwise", DepthwiseConfig, depthwise_ranked, emit_depthwise)),
-        _whole(Form("runs", RunsConfig, runs_ranked, emit_convolution_runs)),
-        _of_products(Form("mma", MmaConfig, mma_ranked, emit_gemm_mma)),
-        _of_products(Form("simt", SimtConfig, simt_ranked, emit_gemm_simt)),
+        _of_any_images(_whole(Form("runs", RunsConfig, runs_ranked, emit_convolution_runs))),
+        _of_any_images(_of_products(Form("mma", MmaConfig, mma_ranked, emit_gemm_mma))),
+        _of_any_images(_of_products(Form("simt", SimtConfig, simt_ranked, emit_gemm_simt))),
     ),
 )
 

@@ -34,6 +34,7 @@ from ..contraction.model import (
     RowPartial,
     Segment,
     Simplifier,
+    equal_sizes,
     fresh_var,
 )
 from ..contraction.reader import analyze_contraction
@@ -52,6 +53,7 @@ from ..program.expr import (
     substitute,
     variables,
 )
+from ..program.program import Extent
 from .ranges import Linear, Ranges, floored, linear_of
 from .sources import Source, cuts_of, decided, is_zero, put_together
 
@@ -135,7 +137,12 @@ class Convolution:
         return found
 
     @property
-    def positions(self) -> int:
+    def is_symbolic(self) -> bool:
+        """Whether the number of positions along some window is not known."""
+        return any(window.is_symbolic for window in self.windows)
+
+    @property
+    def positions(self) -> Extent:
         """Results of a filter, of all images."""
         found = 1
         for window in self.windows:
@@ -143,7 +150,7 @@ class Convolution:
         return found
 
     @property
-    def multiply_adds(self) -> int:
+    def multiply_adds(self) -> Extent:
         """Of all results, those with padding and with zeros of an expansion left out of none."""
         terms = self.channels_of_group * self.taps
         return self.positions * self.groups * self.filters_of_group * terms
@@ -176,7 +183,9 @@ def _merged(convolution: Convolution) -> Convolution | None:
         return None
     *others, above, last = convolution.windows
     pairs = [convolution.windows[-2:], *(s.windows[-2:] for s in convolution.sources)]
-    plain = all(w.axis is not None and w.reads_all for pair in pairs for w in pair)
+    plain = all(
+        w.axis is not None and w.reads_all and not w.is_symbolic for pair in pairs for w in pair
+    )
     if not plain or last.dim != above.dim + 1:
         return None
     segment, size = convolution.segment, constant(last.size, INDEX)
@@ -236,16 +245,15 @@ def read_convolution(func: tirx.PrimFunc, exact: bool = False) -> Convolution:
     Raises
     ------
     Unsupported
-        For what is no contraction of one product, symbolic sizes, weights that are computed, and
-        data that is not read by windows with zeros around it.
+        For what is no contraction of one product, symbolic sizes of filters, channels and windows
+        that slide, weights that are computed, and data that is not read by windows with zeros
+        around it.
     """
     contraction = analyze_contraction(func, exact)
     outputs = [o for segment in contraction.segments for o in segment.outputs]
     in_rows = any(isinstance(o.partial, RowPartial) for o in outputs)
     if len(contraction.products) != 1 or in_rows or contraction.has_partners:
         raise Unsupported("no convolution: not one product with pointwise work behind it")
-    if not contraction.is_static:
-        raise Unsupported("a convolution of symbolic sizes")
     contraction = _split_groups(contraction)
     (product,) = contraction.products
     reasons = []
@@ -272,7 +280,8 @@ def _split_groups(contraction: Contraction) -> Contraction:
     for operand in operands:
         for index in (i for load in loads_of(operand.value) for i in load.indices):
             tvm_ffi.structural_walk(index, [(tirx.FloorDiv, look), (tirx.FloorMod, look)])
-    split = [a for a in segment.batch if a.var in parts and a.extent % parts[a.var] == 0]
+    divided = [a for a in segment.batch if a.var in parts and isinstance(a.extent, int)]
+    split = [a for a in divided if a.extent % parts[a.var] == 0]
     if len(split) != 1 or parts[split[0].var] in (1, split[0].extent):
         return contraction
     (axis,) = split
@@ -384,9 +393,7 @@ class _Reader:
             value = floored(value, ranges, self.axes)
             load = self._primary(value)
         coordinates = tuple(fresh_var(f"d{i}", INDEX) for i in range(len(load.indices)))
-        shape = [number(e) for e in load.source.ty.shape]
-        if None in shape:
-            raise Unsupported("data of symbolic size")
+        shape = load.source.ty.shape
         windows, channel_dim = [], None
         group = channels = None
         forms = [self._expanded(index, ranges) for index in load.indices]
@@ -400,7 +407,11 @@ class _Reader:
                 group, channels = self._channels(at)
                 channel_dim = dim
                 continue
-            window = self._window(dim, at, expansion, int(shape[dim]) * repeats, ranges)
+            size = number(shape[dim])
+            if size is None:
+                windows.append(self._symbolic_window(dim, at, shape[dim], ranges))
+                continue
+            window = self._window(dim, at, expansion, int(size) * repeats, ranges)
             windows.append(replace(window, repeats=repeats))
         ranges.check()
         places = [
@@ -579,6 +590,22 @@ class _Reader:
             min(size, high if high is not None else size),
         )
 
+    def _symbolic_window(self, dim: int, at: Linear, size: Expr, ranges: Ranges) -> Window:
+        """The window of a dimension of symbolic size, of which every element is read at one
+        position: the images of a batch.
+        """
+        axis = self.axes[next(iter(at[0]))] if len(at[0]) == 1 else None
+        whole = (
+            axis is not None
+            and axis.var not in self.reduced
+            and at == ({axis.var: 1}, 0)
+            and equal_sizes(axis.extent, size)
+            and ranges.of(at, 1) == (None, None)
+        )
+        if not whole:
+            raise Unsupported("a window that slides over data of symbolic size")
+        return Window(dim, axis, None, 1, 1, 0, 1, 0, axis.extent)
+
     def _check_roles(
         self,
         windows: Sequence[Window],
@@ -589,6 +616,11 @@ class _Reader:
         """Every axis has one role."""
         if len(filters) > 1:
             raise Unsupported("filters of several axes")
+        known = [a for a in (group, channels, *filters) if a is not None]
+        known += [a for w in windows for a in (w.tap,) if a is not None]
+        known += [w.axis for w in windows if w.axis is not None and isinstance(w.high, int)]
+        if not all(isinstance(a.extent, int) for a in known):
+            raise Unsupported("a symbolic number of filters, channels, taps or places of a window")
         placed = [a for w in windows for a in (w.axis, w.tap) if a is not None]
         placed += [a for a in (group, channels, *filters) if a is not None]
         names = [a.var for a in placed]

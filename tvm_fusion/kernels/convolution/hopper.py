@@ -32,6 +32,7 @@ from ..contraction.model import (
     Axis,
     Operand,
     Simplifier,
+    equal_sizes,
     fresh_var,
 )
 from ..contraction.row_runs import with_row_bits
@@ -50,7 +51,7 @@ from ..gemm.hopper.model import (
     WindowPart,
     Windows,
 )
-from ..gemm.hopper.problem import in_boxes, without_residual
+from ..gemm.hopper.problem import in_boxes, largest, without_residual
 from ..gemm.hopper.prologue import Prologue, read_prologue
 from ..gpu.access import Groups, affine_access
 from ..gpu.tensor_map import TensorMap, tensor_map, with_steps
@@ -152,7 +153,10 @@ def read_windows(convolution: Convolution, rims: bool = False) -> HopperProblem:
         raise Unsupported("a convolution of one filter or one channel a group")
     dtype = _dtype(convolution)
     apart = _apart(convolution)
-    starts = (range(min(n, w.size)) for n, w in zip(apart, convolution.windows, strict=True))
+    starts = (
+        range(1 if w.is_symbolic else min(n, w.size))
+        for n, w in zip(apart, convolution.windows, strict=True)
+    )
     if rims:
         _check_rims(convolution, dtype)
     parts = [_Part(convolution, at, dtype, rims).segment() for at in itertools.product(*starts)]
@@ -166,7 +170,7 @@ def read_windows(convolution: Convolution, rims: bool = False) -> HopperProblem:
         convolution.contraction,
         dtype,
         first.B,
-        max(part.M for part in parts),
+        largest([part.M for part in parts]),
         max(part.K for part in parts),
         first.a,
         tuple(parts),
@@ -265,7 +269,7 @@ class _Part:
         found, first, step = [], 0, 1
         each = list(zip(source.windows, self.starts, self.apart, strict=True))
         for window, start, apart in reversed(each):
-            size = -(-(window.size - start) // apart)
+            size = window.size if apart == 1 else -(-(window.size - start) // apart)
             # Of data that is not enlarged beside some that is, every so manieth element is read.
             further = apart // (window.expansion * window.repeats)
             stride = 1 if window.axis is None else window.stride * further
@@ -366,7 +370,7 @@ class _Part:
         windows = self.windows[0]
         for axis, boxes, size in zip(self.positions, windows.boxes, windows.shape, strict=True):
             place = constant(0, INDEX)
-            if boxes > 1:
+            if not equal_sizes(boxes, 1):
                 outer.append(Axis(fresh_var("box", INDEX), boxes))
                 place = outer[-1].var * constant(size, INDEX)
             if size > 1:
@@ -378,7 +382,7 @@ class _Part:
     @property
     def _by_window(self) -> Groups:
         names = zip(self.windows[0].names, self.positions, strict=True)
-        positions = {name: (axis,) if axis.extent > 1 else () for name, axis in names}
+        positions = {name: () if equal_sizes(axis.extent, 1) else (axis,) for name, axis in names}
         return {"batch": self.batch, "n": self.n, **positions}
 
     def _boxes_of(self, param: Var, dtype: str, indices: Sequence[Expr]) -> TensorMap | None:
@@ -446,12 +450,15 @@ def _data(
     """The data as the TMA reads it, and what is computed of it."""
     env, groups = {}, {"batch": batch, "k": (convolution.channels,)}
     for name, window in zip(windows.names, convolution.windows, strict=True):
-        if window.high <= window.low:
-            raise Unsupported("data of which nothing is read")
-        low, high = (n // window.repeats for n in (window.low, window.high))
+        low, size = 0, window.size
+        if not window.is_symbolic:
+            if window.high <= window.low:
+                raise Unsupported("data of which nothing is read")
+            low = window.low // window.repeats
+            size = window.high // window.repeats - low
         place, groups[name] = constant(low, INDEX), ()
-        if high - low > 1:
-            axis = Axis(fresh_var(name, INDEX), high - low)
+        if not equal_sizes(size, 1):
+            axis = Axis(fresh_var(name, INDEX), size)
             place = axis.var + place
             groups[name] = (axis,)
         place = place * constant(window.repeats, INDEX)
@@ -471,7 +478,7 @@ def _data(
         access = affine_access(indices, _shape_of(convolution, load), groups)
     else:
         value = Operand(put(convolution.data))
-        sizes = tuple(w.high - w.low for w in convolution.windows)
+        sizes = tuple(w.size if w.is_symbolic else w.high - w.low for w in convolution.windows)
         prologue = read_prologue(convolution.contraction, convolution.product, value, groups, sizes)
         source, access = prologue.stored.param, prologue.stored.access
         if prologue.stored.dtype != dtype:

@@ -28,7 +28,13 @@ from ..gemm.partials import RowRuns, writes_partials
 from ..group.footprint import points
 from ..group.gathers import refuse_gathers
 from ..group.traffic import filled_by_threads, memory_traffic
-from .blocks import data_and_weights, enlarged_cores, is_convolution, moved_before
+from .blocks import (
+    data_and_weights,
+    enlarged_cores,
+    is_convolution,
+    moved_before,
+    slides_over_known_sizes,
+)
 from .computed import computes_data, front_of
 from .launch import RIM_FILTERS, predict, sizes_of, takes_repeats
 from .pooling import pools, refuse_windows, windows_of
@@ -93,9 +99,11 @@ class ConvolutionClass(Nest):
             return fit
         if refusal := refuse_gathers(group, (write.tensor for write in block.writes)):
             return refusal
-        if not all(isinstance(axis.extent, int) for axis in block.axes):
+        if not slides_over_known_sizes(block):
             return group.refuse(
-                RefusalCode.REDUCTION, "a convolution of symbolic sizes", FIXED_SIZES
+                RefusalCode.REDUCTION,
+                "a convolution that slides over data of symbolic size, or sums over it",
+                FIXED_SIZES,
             )
         found = predict(group, fit, sizes_of(group, block), hw, policy, list(further.values()))
         if found is None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from ...config import HardwareProfile
 from ...ir.access import Access, Affine, Block
+from ...ir.extents import assumed_product
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..contraction.row_runs import WINDOW_ROWS
@@ -110,7 +111,7 @@ def _windows(block: Block) -> list[tuple[int, int]] | None:
 def _behind(group: GroupView, block: Block) -> tuple[list[Block], str | None]:
     """The blocks of the group that are pointwise in a reduction; why that cannot be stored."""
     chain, found = {w.tensor for w in block.writes}, []
-    size = math.prod(int(block.axes[i].extent) for i in block.spatial)
+    size = assumed_product(block.extents(block.spatial))
     for other in group.blocks:
         if other is block or not any(read.tensor in chain for read in other.reads):
             continue

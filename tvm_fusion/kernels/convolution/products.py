@@ -66,7 +66,7 @@ def as_products(convolution: Convolution) -> Contraction:
         convolution = replace(convolution, sources=sources)
         return replace(convolution.contraction, segments=(_segment(convolution, pooled, env),))
     for i, window in enumerate(windows):
-        phases = min(window.expansion, window.size)
+        phases = window.phases
         if _is_even(window):
             windows[i] = _phases(window, env)
         elif phases > 1 and count * phases <= MAX_PHASES:
@@ -98,7 +98,7 @@ def _pooled(convolution: Convolution) -> tuple[int, ...] | None:
     if any(window.expansion > 1 for window in convolution.windows):
         raise Unsupported("reductions of results that are computed in phases")
     pairs = zip(convolution.windows, run, strict=True)
-    if len(pooled) < len(outputs) and any(window.size % height for window, height in pairs):
+    if len(pooled) < len(outputs) and not all(w.is_multiple_of(n) for w, n in pairs):
         raise Unsupported("results that are stored and lie in no window that is pooled")
     return run
 

@@ -67,7 +67,7 @@ def read_runs(convolution: Convolution) -> Runs:
         raise Unsupported("a transposed convolution with a stride")
     if any(w.repeats != 1 for w in c.windows):
         raise Unsupported("data whose elements are repeated")
-    if any(w.high <= w.low for w in c.windows):
+    if any(w.high <= w.low for w in c.windows if not w.is_symbolic):
         raise Unsupported("data of which nothing is read")
     data = Operand(c.data)
     halves_of(data, c.weights, c.product.dtype)
@@ -78,11 +78,12 @@ def read_runs(convolution: Convolution) -> Runs:
         raise Unsupported("data that lies at no strides")
     inside = c.channels is not None and access.channel == 1
     unit = c.channels_of_group if inside else 1
-    near = [i for i, w in enumerate(c.windows) if access.strides[w.dim] == unit]
+    known = [i for i, w in enumerate(c.windows) if not w.is_symbolic]
+    near = [i for i in known if access.strides[c.windows[i].dim] == unit]
     inner = max(near, key=lambda i: c.windows[i].taps * c.windows[i].size, default=None)
     if inner is None or (c.windows[inner].taps > 1 and c.windows[inner].dilation != 1):
         raise Unsupported("taps that are no neighbours in memory")
-    several = [i for i, w in enumerate(c.windows) if i != inner and w.size > 1]
+    several = [i for i in known if i != inner and c.windows[i].size > 1]
     found = Runs(
         c.contraction,
         _segment(c),

@@ -118,6 +118,8 @@ def put_together(channels: Axis, parts: Sequence[Windows]) -> tuple[Windows, tup
         raise Unsupported("parts of data that are read at other windows")
     windows, sources, start = list(first.dims), [], 0
     for i, window in enumerate(windows):
+        if window.is_symbolic:
+            continue
         bounds = [_bounds(window, part.dims[i]) for part in parts]
         low, high = min(low for low, _ in bounds), max(high for _, high in bounds)
         windows[i] = replace(window, repeats=1, low=low, high=high)
@@ -151,9 +153,11 @@ def _bounds(window: Window, own: Window) -> tuple[int, int]:
 
 
 def _placed(windows: Sequence[Window], whole: Windows, part: Windows, start: int) -> Expr:
-    at = {whole.channel_dim: -start}
+    at = {whole.channel_dim: -start} | {w.dim: 0 for w in windows if w.is_symbolic}
     inside = []
     for window, own in zip(windows, part.dims, strict=True):
+        if window.is_symbolic:
+            continue
         place = whole.coordinates[window.dim]
         at[window.dim] = window.before - own.before
         low, high = _bounds(window, own)

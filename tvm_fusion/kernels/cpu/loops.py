@@ -10,7 +10,8 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.tirx import ForKind
 
-from ..program.expr import constant, dtype_of, number
+from ..program.expr import constant, convert, dtype_of, number
+from ..program.program import Extent
 from .stages.rewrite import free_variables, loads
 
 Body = Callable[[Expr], tirx.Stmt]
@@ -64,9 +65,11 @@ class Loops:
         self.dtype = dtype
         self.analyzer = tvm.sym.Analyzer()
 
-    def imm(self, value: int) -> Expr:
-        """An index constant."""
-        return constant(value, self.dtype)
+    def imm(self, value: Extent) -> Expr:
+        """A size as an index."""
+        if isinstance(value, int):
+            return constant(value, self.dtype)
+        return convert(value, self.dtype)
 
     def new(self, name: str, extent: Expr | int, kind: ForKind = ForKind.SERIAL) -> Loop:
         """A loop from 0 to `extent`."""

@@ -202,8 +202,9 @@ def window_access(windows: Windows) -> WindowAccess | None:
     load = Operand(windows.data).load
     if load is None:
         return None
-    shape = [number(extent) for extent in load.source.ty.shape]
-    ends = {w.dim: max(1, w.high // w.repeats) for w in windows.dims}
+    known = ((extent, number(extent)) for extent in load.source.ty.shape)
+    shape = [extent if size is None else int(size) for extent, size in known]
+    ends = {w.dim: w.high if w.is_symbolic else max(1, w.high // w.repeats) for w in windows.dims}
     sizes = (1 if a is None else a.extent for a in (windows.group, windows.channels))
     ends[windows.channel_dim] = math.prod(sizes)
     axes = [Axis(var, ends[d]) for d, var in enumerate(windows.coordinates)]
@@ -217,6 +218,8 @@ def window_access(windows: Windows) -> WindowAccess | None:
     if found is None or any(len(digits) > 1 for digits in found.digits.values()):
         return None
     strides = tuple(found.inner(str(d)).stride for d in range(len(axes)))
+    if not all(isinstance(stride, int) for stride in strides):
+        return None
     channel = 0 if windows.channel_dim is None else strides[windows.channel_dim]
     return WindowAccess(found.base, strides, channel)
 

@@ -109,6 +109,15 @@ class Tile:
     segment: Expr | None = None
 
 
+def divided(number: Expr, size: Expr | int) -> tuple[Expr, Expr]:
+    """Quotient and rest of a number that is not below 0. By a size that is not known it is no
+    floored division: each of these is lowered to one for either sign, and holds those before it.
+    """
+    if isinstance(size, int):
+        return number // size, number % size
+    return T.truncdiv(number, size), T.truncmod(number, size)
+
+
 class Grid:
     """All tiles of a contraction, in the order in which blocks take them.
 
@@ -145,15 +154,16 @@ class Grid:
         number = convert(number, self.dtype)
         batch, rest = constant(0, self.dtype), number
         if self.batched:
-            batch = T.Bind(number // size(self.per_batch))
-            rest = T.Bind(number % size(self.per_batch))
+            batch, rest = map(T.Bind, divided(number, size(self.per_batch)))
         stripe = size(self.all_columns) * self.group_m
-        group, place = T.Bind(rest // stripe), T.Bind(rest % stripe)
+        group, place = map(T.Bind, divided(rest, stripe))
         height = self.group_m
         if not (isinstance(self.rows, int) and self.rows % self.group_m == 0):
             left = size(self.rows) - group * self.group_m
             height = T.Bind(tirx.Min(left, constant(self.group_m, self.dtype)))
-        return Tile(batch, T.Bind(group * self.group_m + place % height), T.Bind(place // height))
+        known = isinstance(self.per_batch, int)
+        column, row = (place // height, place % height) if known else divided(place, height)
+        return Tile(batch, T.Bind(group * self.group_m + row), T.Bind(column))
 
     def _size(self, extent: Extent) -> Expr | int:
         return extent if isinstance(extent, int) else convert(extent, self.dtype)

@@ -20,6 +20,7 @@ from ...cpu.loops import Loop, Loops, seq
 from ...cpu.nests.scope import Scope
 from ...cpu.stages.resolve import Point, Resolve
 from ...program.expr import bytes_of, constant, convert, dtype_of, number
+from ...program.program import Extent
 from ..geometry import Convolution, Window
 from .apart import Apart
 from .vectors import by_vectors
@@ -91,7 +92,7 @@ class Span:
         """The span of blocks of some positions; if `packed`, with no elements that no tap meets,
         where there is one tap; if `apart`, in as many parts as the window's stride.
         """
-        phases = [window.phase_taps(p) for p in range(min(window.expansion, window.size))]
+        phases = [window.phase_taps(p) for p in range(window.phases)]
         offsets = [at for phase in phases for _, at in phase]
         first, last = min(offsets, default=0), max(offsets, default=0)
         one_tap = packed and window.expansion == 1 and window.taps == 1
@@ -178,8 +179,8 @@ class Box:
             shape[-1] += _spread(channels, prod(shape[1:-1]), shape[-1], bytes_of(dtype))
         self.buffer = scope.allocate("box", shape, dtype)
 
-    def imm(self, value: int) -> Expr:
-        """An index constant."""
+    def imm(self, value: Extent) -> Expr:
+        """A size as an index."""
         return self.loops.imm(value)
 
     def load(self, channel: Expr, at: Sequence[tuple[Expr, Expr]]) -> Expr:

@@ -8,6 +8,7 @@ from ....errors import Unsupported
 from ...cpu.machine import Machine
 from ...cpu.write import finished
 from ..geometry import Convolution, by_channels, merged
+from ..images import with_images
 from .filter_lanes import FilterLanes
 from .position_lanes import PositionLanes
 from .tiles import Tiles, fastest_tiles
@@ -15,6 +16,10 @@ from .winograd import Winograd, winograd_tiles
 from .writer import Writer
 
 SUMS = ("float32", "float64")
+
+IMAGES = 2
+"""That tiles are chosen for where their number is symbolic: the tasks of few images are to be
+enough for all cores, and more of them are as many tasks more."""
 
 # Terms of a sum, those of one channel, and multiply-adds in all, below which what stands around the
 # sums decides, and the loops of any reduction have less of that.
@@ -48,8 +53,9 @@ def write_convolution(
         raise Unsupported(f"sums of {convolution.product.dtype}")
     terms = convolution.channels_of_group * convolution.taps
     least = LEAST_TAPS if convolution.channels is None and convolution.group else LEAST_TERMS
-    if terms < least or convolution.multiply_adds < LEAST_WORK:
-        raise Unsupported(f"{convolution.multiply_adds} multiply-adds, {terms} a result")
+    work = with_images(convolution, IMAGES).multiply_adds
+    if terms < least or work < LEAST_WORK:
+        raise Unsupported(f"{work} multiply-adds, {terms} a result")
     for form, chosen, tiles in ways(convolution, machine):
         try:
             writer = form(func, chosen, tiles, machine)
@@ -74,6 +80,8 @@ def ways(
         No form takes it.
     """
     convolution = merged(convolution)
+    if convolution.windows[-1].is_symbolic:
+        raise Unsupported("a symbolic number of neighbouring positions")
     found, reasons = [], []
     for way, search in (
         (convolution, fastest_tiles),
@@ -82,7 +90,7 @@ def ways(
     ):
         try:
             if way is not None:
-                cycles, tiles = search(way, machine)
+                cycles, tiles = search(with_images(way, IMAGES), machine)
                 form = FilterLanes if tiles.along_filters else PositionLanes
                 form = Winograd if search is winograd_tiles else form
                 found.append((cycles, form, way, tiles))

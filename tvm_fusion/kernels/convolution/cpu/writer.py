@@ -27,6 +27,7 @@ from ...cpu.loops import Loop, Loops, seq
 from ...cpu.machine import Machine
 from ...cpu.nests.scope import Scope, allocate, new_buffer
 from ...program.expr import constant, number, unflatten
+from ...program.program import Extent
 from ..geometry import Convolution
 from .box import Box, Run, Span
 from .outputs import Outputs, along_filters
@@ -148,20 +149,21 @@ class Writer:
 
     # ---- tasks
 
-    def imm(self, value: int) -> Expr:
-        """An index constant."""
+    def imm(self, value: Extent) -> Expr:
+        """A size as an index."""
         return self.loops.imm(value)
 
     def run(self) -> tirx.Stmt:
         """All tasks; packing of the weights first, where they are no constant."""
         convolution, tiles = self.convolution, self.tiles
-        blocks = [-(-w.size // b) for w, b in zip(convolution.windows, tiles.blocks, strict=True)]
+        blocks = [w.blocks(n) for w, n in zip(convolution.windows, tiles.blocks, strict=True)]
         *outer, rows, columns = [1, 1, *blocks]
         extents = [*outer, convolution.groups, tiles.filter_tasks, rows, columns]
         total = 1
         for extent in extents:
             total *= extent
-        kind = ForKind.PARALLEL if tiles.is_parallel and total > 1 else ForKind.SERIAL
+        several = not isinstance(total, int) or total > 1
+        kind = ForKind.PARALLEL if tiles.is_parallel and several else ForKind.SERIAL
         task = self.loops.new("task", total, kind)
         binds: list[tirx.Stmt] = []
         at = unflatten(task.value, extents, self.loops.analyzer)
@@ -187,13 +189,13 @@ class Writer:
         for window, block, number_of in blocks:
             start = self.loops.simplify(number_of * self.imm(block))
             here = self.imm(block)
-            if window.size % block:
+            if not window.is_multiple_of(block):
                 left = tirx.Min(here, self.imm(window.size) - start)
                 here = self._bound(left, block + 1, binds)
             self.starts.append(start)
             self.valid.append(here)
 
-    def _bound(self, value: Expr, extent: int, binds: list[tirx.Stmt]) -> Expr:
+    def _bound(self, value: Expr, extent: Extent, binds: list[tirx.Stmt]) -> Expr:
         value = self.loops.simplify(value)
         if number(value) is not None:
             return self.imm(int(number(value)))
@@ -228,7 +230,7 @@ class Writer:
     def _padded(self, which: int) -> int:
         """Positions of a block in whole register tiles."""
         window, block = self.convolution.windows[which], self.tiles.blocks[which]
-        if block == window.size:
+        if not window.is_symbolic and block == window.size:
             return block
         size = self.tiles.columns if which == -1 else self.tiles.rows
         step = size * window.expansion

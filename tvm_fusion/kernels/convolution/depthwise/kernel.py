@@ -20,9 +20,11 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ....config import HardwareProfile
+from ...gpu.access import is_multiple
 from ...gpu.frame import launch_bounds
-from ...gpu.product_frame import Frame, open_kernel
+from ...gpu.product_frame import Frame, ceil_div, divided, open_kernel
 from ...program.expr import conjunction, constant, convert
+from ...program.program import Extent
 from ..geometry import Convolution
 from .config import DepthwiseConfig
 from .epilogue import Epilogue
@@ -78,9 +80,10 @@ class _Kernel:
     def emit(self, resident: int) -> None:
         s, c = self.shape, self.config
         chunks = -(-s.lanes // c.lanes)
-        blocks = chunks * -(-s.tasks // c.tasks)
+        tasks = s.tasks_of_place * math.prod(self._places)
+        blocks = chunks * ceil_div(tasks, c.tasks)
         T.device_entry()
-        block = T.cta_id([blocks])
+        block = T.cta_id([blocks if isinstance(blocks, int) else convert(blocks, "int32")])
         thread = T.thread_id([c.threads])
         if self.numbers.along_channels:
             lane, task = thread % c.lanes, thread // c.lanes
@@ -96,7 +99,7 @@ class _Kernel:
         inside = guard(
             conjunction(
                 None if s.lanes % c.lanes == 0 else self.lane < s.lanes,
-                None if s.tasks % c.tasks == 0 else self.task < s.tasks,
+                None if is_multiple(tasks, c.tasks) else self.task < self.frame.size(tasks),
             )
         )
         with launch_bounds(resident), inside:
@@ -117,7 +120,7 @@ class _Kernel:
         self.band, rest = self._digit(rest, s.bands)
         self.row_phase, rest = self._digit(rest, s.rows.phases)
         self.places: list[Expr] = []
-        for size in reversed(s.places):
+        for size in reversed(self._places):
             place, rest = self._digit(rest, size)
             self.places.insert(0, place)
         self.first_column = T.Bind(
@@ -137,10 +140,17 @@ class _Kernel:
         self.epilogue.prepare(self._filter)
         self._walk()
 
-    def _digit(self, number: Expr, size: int) -> tuple[Expr, Expr]:
-        if size == 1:
+    @property
+    def _places(self) -> list[Extent]:
+        """Positions along each outer window."""
+        return [self.convolution.windows[i].size for i in self.shape.outer]
+
+    def _digit(self, number: Expr, extent: Extent) -> tuple[Expr, Expr]:
+        size = self.frame.size(extent)
+        if isinstance(size, int) and size == 1:
             return constant(0, self.frame.index), number
-        return T.Bind(number % size), T.Bind(number // size)
+        quotient, rest = divided(number, size)
+        return T.Bind(rest), T.Bind(quotient)
 
     def _filter(self, f: int) -> dict[Var, Expr]:
         return self.problem.filter(self.lane * self.config.filters + f)

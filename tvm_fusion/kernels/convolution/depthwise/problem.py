@@ -19,6 +19,7 @@ from ...contraction.model import Axis
 from ...contraction.reader import Operand
 from ...program.expr import HALF_DTYPES, bytes_of, dtype_of, number, same, variables
 from ..geometry import Convolution, Window
+from ..images import IMAGES
 
 DTYPES = (*HALF_DTYPES, "float32")
 
@@ -41,6 +42,9 @@ class Slide:
         Elements outside of ``low ... high - 1`` are zeros.
     turned : bool
         Whether the filter's last tap is the first one here.
+    is_symbolic : bool
+        Whether there is any number of positions, each of which reads the element of its number;
+        `size` is what tiles are ranked for.
     """
 
     size: int
@@ -54,6 +58,7 @@ class Slide:
     stride: int
     pitch: int
     turned: bool = False
+    is_symbolic: bool = False
 
     @classmethod
     def of(cls, window: Window, in_phases: bool) -> Slide:
@@ -66,6 +71,8 @@ class Slide:
         """
         if window.expansion != 1:
             raise Unsupported("a transposed convolution with a stride")
+        if window.is_symbolic:
+            return cls(IMAGES, 1, 1, 0, 0, IMAGES, 1, 1, 1, 1, is_symbolic=True)
         dilation = abs(window.dilation) if window.taps > 1 else 1
         turned = window.taps > 1 and window.dilation < 0
         before = window.before + (dilation * (window.taps - 1) if turned else 0)
@@ -156,7 +163,8 @@ class Numbers:
         """
         found = [i for i, w in enumerate(self.windows) if w.size > 1]
         last = found[-1] if found and self.along_channels else len(self.windows) - 1
-        return last if self.windows[last].taps <= MOST_TAPS else None
+        window = self.windows[last]
+        return last if window.taps <= MOST_TAPS and not window.is_symbolic else None
 
     def rows(self, rolls: bool) -> int | None:
         """The window that threads walk down: if rows roll, the next one with taps; else the longest
@@ -167,6 +175,7 @@ class Numbers:
         if rolls and tapped:
             return tapped[-1]
         plain = [i for i in others if self.windows[i].taps == 1 and self.windows[i].size > 1]
+        plain = [i for i in plain if not self.windows[i].is_symbolic]
         return max(plain, key=lambda i: self.windows[i].size, default=None)
 
 
@@ -241,7 +250,7 @@ def direct_problem(convolution: Convolution) -> Direct:
             raise Unsupported(f"data or weights of {dtype}")
     if c.product.dtype != "float32":
         raise Unsupported(f"sums of {c.product.dtype}")
-    shape = [int(n) for n in whole.source.ty.shape]
+    shape = [number(n) for n in whole.source.ty.shape]
     inner = shape[c.channel_dim + 1 :] if c.channel_dim is not None else [2]
     along_channels = max(inner, default=1) == 1
     windows = tuple(Slide.of(w, True) for w in c.windows)
@@ -254,7 +263,7 @@ def direct_problem(convolution: Convolution) -> Direct:
         width = shape[c.channel_dim]
     else:
         width = 1
-        if last.dim == len(shape) - 1:
+        if last.dim == len(shape) - 1 and not last.is_symbolic:
             width = math.gcd(shape[-1], last.low, last.high)
     numbers = Numbers(
         c.groups,

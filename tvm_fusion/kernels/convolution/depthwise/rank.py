@@ -14,6 +14,7 @@ from ...gemm.epilogue import operations_of
 from ...gpu.memory import WIDEST
 from ...program.expr import bytes_of
 from ..geometry import Convolution
+from ..images import with_images
 from .config import DepthwiseConfig
 from .problem import Numbers, direct_problem
 from .shape import Roles, Shape
@@ -51,10 +52,10 @@ def depthwise_ranked(
 
 
 def moved_bytes(convolution: Convolution) -> int:
-    """Bytes of all tensors."""
+    """Bytes of all tensors, with some images where their number is symbolic."""
     return sum(
         math.prod(map(int, p.shape)) * bytes_of(p.dtype)
-        for p in convolution.contraction.params
+        for p in with_images(convolution).contraction.params
         if p.shape is not None
     )
 

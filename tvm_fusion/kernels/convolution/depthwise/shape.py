@@ -56,13 +56,8 @@ class Shape:
         self.turns = 1 if self.unrolled else parts
         self.strips = -(-self.columns.positions // config.columns)
         self.bands = -(-self.rows.positions // config.rows)
-        self.tasks = (
-            self.strips
-            * self.columns.phases
-            * self.bands
-            * self.rows.phases
-            * math.prod(self.places)
-        )
+        self.tasks_of_place = self.strips * self.columns.phases * self.bands * self.rows.phases
+        self.tasks = self.tasks_of_place * math.prod(self.places)
         self.filters = numbers.groups * numbers.filters
         self.lanes = self.filters // config.filters
         self.taps = numbers.channels * self.outer_taps * self.rows.taps * self.columns.taps

@@ -220,6 +220,8 @@ class WindowFragments(Fragments):
             if i in windows.sliding:
                 tap = self.counter.state[1 + windows.sliding.index(i)]
                 place = place + tap * windows.dilations[i]
+            if not isinstance(extent, int):
+                continue  # each position has its element
             last = (windows.sizes[i] - 1) * windows.strides[i] - windows.before[i]
             reach = windows.dilations[i] * (windows.taps[i] - 1)
             if min(0, reach) < windows.before[i]:

@@ -12,9 +12,10 @@ from tvm.ir import Call, Expr, Var
 from ....errors import Unsupported
 from ...contraction.model import Binding, Space
 from ...contraction.reader import Contraction, Output, Partners, Product
-from ...gpu.access import AffineAccess
+from ...gpu.access import AffineAccess, is_multiple
+from ...gpu.product_frame import ceil_div
 from ...gpu.tensor_map import TensorMap, tensor_map
-from ...program.expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of, conjunction
+from ...program.expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of, conjunction, convert
 from ...program.program import Extent
 from ..epilogue import EpilogueLoad
 from .prologue import Prologue
@@ -90,7 +91,7 @@ class Windows:
     rims : a box of A holds what all taps of its positions read.
     """
 
-    sizes: tuple[int, ...]
+    sizes: tuple[Extent, ...]
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dilations: tuple[int, ...]
@@ -110,9 +111,9 @@ class Windows:
         return tuple(i for i, taps in enumerate(self.taps) if taps > 1)
 
     @property
-    def boxes(self) -> tuple[int, ...]:
+    def boxes(self) -> tuple[Extent, ...]:
         """Boxes along each window."""
-        return tuple(-(-n // size) for n, size in zip(self.sizes, self.shape, strict=True))
+        return tuple(ceil_div(n, size) for n, size in zip(self.sizes, self.shape, strict=True))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,7 +123,7 @@ class Windows:
     @property
     def is_ragged(self) -> bool:
         """Whether some rows are no position."""
-        return any(n % size for n, size in zip(self.sizes, self.shape, strict=True))
+        return not all(map(is_multiple, self.sizes, self.shape))
 
     @property
     def reach(self) -> tuple[int, ...]:
@@ -176,8 +177,11 @@ class Windows:
         counts = list(zip(self.boxes, self.shape, strict=True))
         for position in range(len(counts) - 1, -1, -1):
             count, size = counts[position]
-            number = rest if position == 0 else rest % count
-            found.append(number * size)
+            if position == 0:
+                found.append(rest * size)
+                break
+            count = count if isinstance(count, int) else convert(count, "int32")
+            found.append(rest % count * size)
             rest = rest // count
         return found[::-1]
 
@@ -195,8 +199,10 @@ class Windows:
         inside = []
         for position in range(len(self.shape) - 1, -1, -1):
             size = self.shape[position]
-            if self.sizes[position] % size:
-                inside.append(firsts[position] + place % size < self.sizes[position])
+            if not is_multiple(self.sizes[position], size):
+                end = self.sizes[position]
+                end = end if isinstance(end, int) else convert(end, "int32")
+                inside.append(firsts[position] + place % size < end)
             place = place // size
         return conjunction(*inside)
 

@@ -176,7 +176,7 @@ def _read(contraction: Contraction, moved: int) -> HopperProblem:
     if not all(s.residual for s in segments):
         segments = [without_residual(s) for s in segments]
     K = max(s.K for s in segments)
-    batch, rows = (_largest([f(s) for s in segments]) for f in (lambda s: s.B, lambda s: s.M))
+    batch, rows = (largest([f(s) for s in segments]) for f in (lambda s: s.B, lambda s: s.M))
     a = first.a
     if shared:
         segments = take_row_factors(segments)
@@ -187,7 +187,7 @@ def _same_sizes(a: HopperSegment, b: HopperSegment) -> bool:
     return equal_sizes(a.B, b.B) and equal_sizes(a.M, b.M) and a.K == b.K
 
 
-def _largest(sizes: Sequence[Extent]) -> Extent:
+def largest(sizes: Sequence[Extent]) -> Extent:
     """The largest of some sizes; a symbolic one, if there is any."""
     symbolic = [size for size in sizes if not isinstance(size, int)]
     return symbolic[0] if symbolic else max(sizes)

@@ -28,6 +28,7 @@ from ...contraction.reader import Contraction, Operand, Product
 from ...gpu.access import Groups
 from ...group.footprint import instructions_of
 from ...program.expr import HALF_DTYPES, bytes_of
+from ...program.program import Extent
 from ..epilogue import EpilogueLoad, LoadTaker, count_operations, holds_load
 from ..launch import operation_seconds
 from .cost import element_seconds
@@ -54,7 +55,7 @@ class Prologue:
     loads: tuple[EpilogueLoad, ...]
     groups: Groups
     terms: int
-    extents: tuple[int, ...] = ()
+    extents: tuple[Extent, ...] = ()
 
     def same_for_terms(self, load: EpilogueLoad) -> bool:
         """Whether a load is the same for all terms of a row."""
@@ -101,7 +102,7 @@ def read_prologue(
     product: Product,
     operand: Operand,
     groups: Groups,
-    extents: tuple[int, ...] = (),
+    extents: tuple[Extent, ...] = (),
 ) -> Prologue:
     """What is computed of A; groups other than "batch" and "k" are rows, windows of such `extents`
     where there are any.

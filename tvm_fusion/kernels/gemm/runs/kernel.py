@@ -22,10 +22,11 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ....config import HardwareProfile
+from ...gpu.access import is_multiple
 from ...gpu.frame import launch_bounds
 from ...gpu.intrinsics import device_call
 from ...gpu.memory import shared_pool
-from ...gpu.product_frame import Frame, Tile, coordinates, open_kernel
+from ...gpu.product_frame import Frame, Tile, coordinates, divided, open_kernel
 from ...program.expr import conjunction, constant, convert, variables
 from ..mma.epilogue import Epilogue, Layout
 from ..mma.plan import TERM_BYTES
@@ -81,7 +82,8 @@ class TileLayout(Layout):
         return any(self._is_ragged(i) for i in self.origin)
 
     def _is_ragged(self, window: int) -> bool:
-        return self.shape.problem.windows[window].size % self.shape.extent(window) > 0
+        size = self.shape.problem.windows[window].size
+        return not is_multiple(size, self.shape.extent(window))
 
     def position(self, window: int, row: Expr) -> Expr:
         """That of a tile's row along a window."""
@@ -146,14 +148,16 @@ class _Kernel:
     def _index(self, value: Expr) -> Expr:
         return convert(value, self.frame.index)
 
-    def _emit(self, slots: int) -> None:
+    def _emit(self, slots: Expr | int) -> None:
         tiles = self.shape.row_tiles
+        tiles = tiles if isinstance(tiles, int) else convert(tiles, "int32")
         self.patch.load(self._origin(self.slot), T.int32(0))
         self._fill_weights()
         self._masks()
         if not self.patch.is_async:
             self.patch.store(T.int32(0))
-        turns = T.Bind((tiles + slots - 1 - self.slot) // slots)
+        turns, _ = divided(tiles + slots - 1 - self.slot, slots)
+        turns = T.Bind(turns)
         with T.serial(0, turns, unroll=False) as turn:
             number = T.Bind(self.slot + turn * slots)
             stage = T.Bind(turn % STAGES)
@@ -177,8 +181,10 @@ class _Kernel:
         for i in order:
             tiles, extent = s.tiles[i], s.extent(i)
             place = constant(0, self.frame.index)
-            if tiles > 1:
-                place, rest = T.Bind(rest % tiles * extent), T.Bind(rest // tiles)
+            tiles = self.frame.size(tiles)
+            if not isinstance(tiles, int) or tiles > 1:
+                quotient, place = divided(rest, tiles)
+                place, rest = T.Bind(place * extent), T.Bind(quotient)
             found[i] = place
         return found
 

@@ -104,10 +104,12 @@ class Patch:
                 line = line // span
             start = self._number(window.start)
             at = T.Bind(origin[i] * self._number(window.stride) + digit + start)
+            place = place + at * self._number(window.pitch)
+            if window.is_symbolic:
+                continue
             last = (s.tiles[i] - 1) * s.extent(i) * window.stride + span - 1 + window.start
             conditions.append(at >= self._number(window.low) if window.start < window.low else None)
             conditions.append(at < self._number(window.high) if last >= window.high else None)
-            place = place + at * self._number(window.pitch)
         if p.planes > 1:
             place = place + convert(line, self.frame.index) * self._number(p.plane)
         return place, conjunction(*conditions)

@@ -21,6 +21,7 @@ from ....errors import Unsupported
 from ...contraction.model import Axis, Contraction, Operand
 from ...gpu.access import affine_access
 from ...program.expr import HALF_DTYPES, bytes_of, dtype_of
+from ...program.program import Extent
 from ..epilogue import take_loads
 from ..mma.problem import COPY_BYTES, MmaSegment
 
@@ -43,15 +44,16 @@ class RunWindow:
 
     Attributes
     ----------
-    size : int
-        Positions, over the axes of `positions`.
+    size : Extent
+        Positions, over the axes of `positions`; of a symbolic number each reads the element of its
+        number.
     pitch : int
         Distance of neighbouring elements in memory.
     tap : Axis or None
         None where there is one tap.
     """
 
-    size: int
+    size: Extent
     positions: tuple[Axis, ...]
     pitch: int
     tap: Axis | None = None
@@ -59,7 +61,12 @@ class RunWindow:
     dilation: int = 1
     before: int = 0
     low: int = 0
-    high: int = 1
+    high: Extent = 1
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether the number of positions is not known."""
+        return not isinstance(self.size, int)
 
     @property
     def taps(self) -> int:

@@ -6,9 +6,13 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from tvm import tirx
+
 from ....config import HardwareProfile
 from ....errors import Unsupported
-from ...program.expr import HALF_DTYPES
+from ...gpu.product_frame import ceil_div
+from ...program.expr import HALF_DTYPES, constant, convert
+from ...program.program import Extent
 from ..mma.plan import TERM_BYTES, WarpTiles
 from ..mma.units import CHUNK
 from .problem import OCTET, Runs
@@ -87,7 +91,7 @@ class Shape:
         self.patch_lines = p.planes * math.prod(self.spans.values())
         self.steps = -(-p.lines * self.octets // 2)
         self.weight_pitch = self.steps * TERM_BYTES + CHUNK  # an odd number of chunks
-        self.tiles = {i: -(-w.size // self.extent(i)) for i, w in enumerate(p.windows)}
+        self.tiles = {i: ceil_div(w.size, self.extent(i)) for i, w in enumerate(p.windows)}
         self.column_tiles = -(-int(p.segment.N) // c.block_n)
 
     def extent(self, window: int) -> int:
@@ -97,7 +101,7 @@ class Shape:
         return self.rows if window == self.problem.below else 1
 
     @property
-    def row_tiles(self) -> int:
+    def row_tiles(self) -> Extent:
         """Tiles of all positions."""
         return math.prod(self.tiles.values())
 
@@ -166,9 +170,11 @@ class Shape:
             hw.max_threads_per_sm // c.threads,
         )
 
-    def slots(self, hw: HardwareProfile) -> int:
+    def slots(self, hw: HardwareProfile) -> Extent:
         """Blocks that share the tiles of positions, the same filters for each."""
         most = max(1, hw.num_sms * max(1, self.resident(hw)) // self.column_tiles)
+        if not isinstance(self.row_tiles, int):
+            return tirx.Min(convert(self.row_tiles, "int32"), constant(most, "int32"))
         turns = -(-self.row_tiles // most)
         return -(-self.row_tiles // turns)
 
