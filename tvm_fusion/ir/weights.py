@@ -383,7 +383,10 @@ def looks_random(sample: np.ndarray) -> bool:
 def _is_weight(tensor: tvm.runtime.Tensor) -> bool:
     if not may_be_weight(map(int, tensor.shape), str(tensor.dtype)):
         return False
-    array = tensor.numpy().reshape(-1)
+    try:
+        array = np.from_dlpack(tensor).reshape(-1)  # where it lies
+    except (RuntimeError, TypeError, BufferError):  # a type that NumPy lacks, or another device
+        array = tensor.numpy().reshape(-1)
     return looks_random(array[:: max(1, array.size // SAMPLED)])
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._export import utils as export_utils
 from torch.export.exported_program import (
     _override_composite_implicit_decomp,
     _split_decomp_table_to_cia_and_python_decomp,
@@ -126,4 +127,25 @@ def _static_inputs() -> frozenset[int]:
 @cache
 def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Decompositions of operators that are implicit compositions, and those of all others."""
-    return _split_decomp_table_to_cia_and_python_decomp(decompositions())
+    with _compositions_looked_up_once():
+        return _split_decomp_table_to_cia_and_python_decomp(decompositions())
+
+
+@contextmanager
+def _compositions_looked_up_once() -> Iterator[None]:
+    """torch looks up all implicit compositions of its dispatcher once for each namespace of
+    operators (60 times a table), to find those that were registered meanwhile.
+    """
+    look_up = getattr(export_utils, _LOOK_UP, None)
+    if look_up is None:  # of another version
+        yield
+        return
+    look_up()
+    setattr(export_utils, _LOOK_UP, lambda: None)
+    try:
+        yield
+    finally:
+        setattr(export_utils, _LOOK_UP, look_up)
+
+
+_LOOK_UP = "_materialize_cpp_cia_ops"
