@@ -166,7 +166,10 @@ class Writer:
         kind = ForKind.PARALLEL if tiles.is_parallel and several else ForKind.SERIAL
         task = self.loops.new("task", total, kind)
         binds: list[tirx.Stmt] = []
-        at = unflatten(task.value, extents, self.loops.analyzer)
+        # Without a division by the first size, which may be symbolic.
+        ones = next((n for n, size in enumerate(extents) if not _is_one(size)), 0)
+        at = [self.imm(0)] * ones
+        at += unflatten(task.value, extents[ones:], self.loops.analyzer)
         *outer_at, self.group, self.filter_task, row, column = (
             self._bound(n, extent, binds) for n, extent in zip(at, extents, strict=True)
         )
@@ -475,3 +478,7 @@ class Writer:
 
         stores = by_vectors(self.loops, self.lanes, self.imm(0), columns, ops)
         return i.around(stores)
+
+
+def _is_one(size: Extent) -> bool:
+    return isinstance(size, int) and size == 1
