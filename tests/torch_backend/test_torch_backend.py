@@ -372,6 +372,19 @@ class Called(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def test_what_is_written_in_place_is_not_returned_though_calls_were_made_ready_before(modules):
+    compiled(attend)(*step_inputs(2))
+    (module,) = modules
+    written, module.unread = module.unread, frozenset()
+    specs = module.signature.inputs
+    given = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
+    for unread in (frozenset(), written):
+        module.unread = unread
+        results = [module.call_with(given) for _ in range(2)][1]
+        assert [i for i, result in enumerate(results) if result is None] == sorted(unread)
+    assert written
+
+
 def test_counters_are_written_in_one_call_and_inputs_may_change_places():
     def function(x, a, b, c, d):
         a.add_(1)

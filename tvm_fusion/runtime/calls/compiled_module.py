@@ -145,7 +145,7 @@ class CompiledModule:
         self._beside = beside
         self.writes: tuple[int, ...] = built.writes if built else ()
         self.own: tuple[bool, ...] = built.own if built else ()
-        self.unread: frozenset[int] = frozenset()
+        self._unread: frozenset[int] = frozenset()
         self._again: RepeatedCall | None = None
         self._graph_mode = GraphMode()
         self._source: SourceCalls | None = None
@@ -249,6 +249,16 @@ class CompiledModule:
         if "gpu" not in self.target.keys:
             return "the module runs on a CPU"
         return refusal_of_executable(self._executable, self.function)
+
+    @property
+    def unread(self) -> frozenset[int]:
+        """See the attributes of the class; calls that were made ready before are dropped."""
+        return self._unread
+
+    @unread.setter
+    def unread(self, value: frozenset[int]) -> None:
+        self._unread = value
+        self.cuda_graph = self.cuda_graph
 
     @property
     def cuda_graph(self) -> CudaGraphOptions | None:
