@@ -149,7 +149,14 @@ class Grid:
         self.batched = not (isinstance(batch, int) and batch == 1)
 
     def tile(self, number: Expr) -> Tile:
-        """The tile with this number, its `n` over all segments."""
+        """The tile with this number, its `n` over all segments.
+
+        Its coordinates are computed once, before the loop over the terms that uses them: generated
+        code repeats the expressions of temporaries at each use, and no compiler takes a division
+        by a variable, which might be zero, out of a loop. So sizes that are known divide as
+        constants, and what others divide is kept in a local array. Of 1568 x 512 x 2048 the
+        division took 2.8 of 11.3 us (H200, 2026-11-27).
+        """
         size = self._size
         number = convert(number, self.dtype)
         batch, rest = constant(0, self.dtype), number
@@ -157,13 +164,27 @@ class Grid:
             batch, rest = map(T.Bind, divided(number, size(self.per_batch)))
         stripe = size(self.all_columns) * self.group_m
         group, place = map(T.Bind, divided(rest, stripe))
-        height = self.group_m
-        if not (isinstance(self.rows, int) and self.rows % self.group_m == 0):
-            left = size(self.rows) - group * self.group_m
-            height = T.Bind(tirx.Min(left, constant(self.group_m, self.dtype)))
-        known = isinstance(self.per_batch, int)
-        column, row = (place // height, place % height) if known else divided(place, height)
-        return Tile(batch, T.Bind(group * self.group_m + row), T.Bind(column))
+        across, down = self._within(group, place)
+        tile = Tile(batch, T.Bind(group * self.group_m + down), T.Bind(across))
+        if all(isinstance(n, int) for n in (self.per_batch, self.all_columns)):
+            return tile
+        kept = T.alloc_local((3,), self.dtype)
+        for i, coordinate in enumerate((tile.batch, tile.m, tile.n)):
+            T.buffer_store(kept, coordinate, [i])
+        return Tile(kept[0], kept[1], kept[2])
+
+    def _within(self, group: Expr, place: Expr) -> tuple[Expr, Expr]:
+        """Column tile, and row tile within a stripe; the last stripe may be lower."""
+        high = self.group_m
+        if not isinstance(self.rows, int):
+            left = self._size(self.rows) - group * high
+            return divided(place, T.Bind(tirx.Min(left, constant(high, self.dtype))))
+        whole, left = divmod(self.rows, high)
+        if not whole or not left:
+            return divided(place, high if whole else left)
+        is_whole = group < whole
+        across, down = zip(divided(place, high), divided(place, left), strict=True)
+        return tirx.Select(is_whole, *across), tirx.Select(is_whole, *down)
 
     def _size(self, extent: Extent) -> Expr | int:
         return extent if isinstance(extent, int) else convert(extent, self.dtype)
