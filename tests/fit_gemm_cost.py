@@ -46,6 +46,7 @@ from tvm_fusion.kernels.gemm.hopper.cost import (
     GemmTile,
     GemmWork,
     gemm_time,
+    stripe,
 )
 from tvm_fusion.kernels.gemm.hopper.plan import make_plan
 
@@ -72,11 +73,13 @@ def work_of(m, n, k):
     )
 
 
-def load(path=DATA):
-    """{(M, N, K): {GemmTile: microseconds}} and {(M, N, K): microseconds of cuBLAS}."""
+def load(path=DATA, group="shapes"):
+    """{(M, N, K): {GemmTile: microseconds}} and {(M, N, K): microseconds of cuBLAS}; of the group
+    "held_out" those that nothing is fitted to.
+    """
     data = json.loads(Path(path).read_text())
     kernels, library = {}, {}
-    for entry in data["shapes"]:
+    for entry in data[group]:
         shape = tuple(entry["shape"])
         library[shape] = entry["cublas_us"]
         kernels[shape] = _kernels(data, entry)
@@ -321,8 +324,12 @@ def parsed(text, kind):
     return kind(**{name: ast.literal_eval(value) for name, value in pairs})
 
 
-def _stripe(m, block_m, staged):
-    return 16 if m >= 2048 or (staged and 8 < -(-m // block_m) < 16) else 8
+def _is_offered(shape, config):
+    """Whether blocks take tiles in the order that is offered for such a tile."""
+    fields = (f.name for f in dataclasses.fields(GemmTile))
+    tile = GemmTile(**{name: config[name] for name in fields if name in config})
+    rows, columns = -(-shape[0] // tile.block_m), -(-shape[1] // tile.block_n)
+    return tile.group_m == stripe(tile, rows, columns, windows=False)
 
 
 def freeze(paths):
@@ -337,8 +344,8 @@ def freeze(paths):
             if not isinstance(config, dict):
                 shape["cublas_us"] = shape["cublas_us"] or us
                 continue
-            if config["group_m"] != _stripe(entry["shape"][0], config["block_m"], config["staged"]):
-                continue  # other stripes than those that are offered
+            if not _is_offered(entry["shape"], config):
+                continue
             values = {"split": 1, "multicast": 1, **config}
             shape["kernels"].setdefault(tuple(values[f] for f in FIELDS), us)
     for shape in shapes.values():
@@ -353,10 +360,11 @@ def freeze(paths):
         "columns": ["time_us", *FIELDS],
     }
     lines = [json.dumps({"shape": s, **e}) for s, e in sorted(shapes.items())]
-    layers = [json.dumps(e) for e in json.loads(DATA.read_text())["layers"]]
     text = json.dumps(head)[:-1] + ', "shapes": [\n' + ",\n".join(lines)
-    text += '\n], "layers": [\n' + ",\n".join(layers) + "\n]}\n"
-    DATA.write_text(text)
+    held = json.loads(DATA.read_text())
+    for group in ("held_out", "layers"):
+        text += f'\n], "{group}": [\n' + ",\n".join(map(json.dumps, held[group]))
+    DATA.write_text(text + "\n]}\n")
 
 
 def main(command, paths):

@@ -80,6 +80,16 @@ def test_predicted_times_with_epilogues_are_near_the_measured_ones():
     assert statistics.median(e for _, errors, _ in found for e in errors) <= 0.07
 
 
+def test_choices_are_near_the_fastest_where_nothing_was_fitted():
+    """Few columns, many rows, of 1 x 1 convolutions; the worst is 1568 x 512 x 2048."""
+    kernels, _ = load(group="held_out")
+    found = accuracy(kernels).values()
+    assert len(found) >= 8
+    assert max(regret for regret, _, _ in found) <= 1.11
+    assert statistics.median(regret for regret, _, _ in found) <= 1.03
+    assert statistics.median(e for _, errors, _ in found for e in errors) <= 0.1
+
+
 def errors_of(wanted):
     return [
         abs(predicted_us(shape, tile) / us - 1)

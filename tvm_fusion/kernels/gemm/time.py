@@ -25,7 +25,6 @@ from .hopper.cost import (
     GemmWork,
     element_seconds,
     gemm_time,
-    stripe,
 )
 from .launch import GemmGroup
 from .runs.problem import MOST_COLUMNS, MOST_TERMS
@@ -315,8 +314,7 @@ def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
     for block_m, block_n in STAGED_TILES + (others if direct else ()):
         tiles = launch.tiles(block_m, block_n // together)
         staged = (block_m, block_n) in STAGED_TILES and stored
-        group_m = stripe(m, block_m, staged)
-        whole = GemmTile(block_m, block_n, _stages(block_m, block_n), staged, group_m=group_m)
+        whole = GemmTile(block_m, block_n, _stages(block_m, block_n), staged)
         kinds = [whole]
         defers = staged and not launch.computes_left
         if defers:

@@ -187,10 +187,9 @@ def _candidates(problem: HopperProblem, hw: HardwareProfile) -> Iterator[HopperC
         for deferred in both if staged else (False,):
             config = _deepest(problem, block_m, block_n, staged, deferred, hw)
             if config is not None:
-                yield config
+                yield _ordered(problem, config)
                 if block_m == 128 and _gains_by_sharing(problem, block_n):
-                    shared = stripe(assumed(problem.M), block_m, False)
-                    yield replace(config, multicast=2, group_m=shared)
+                    yield _ordered(problem, replace(config, multicast=2))
     yield from _split(problem, hw)
 
 
@@ -219,7 +218,7 @@ def _split(problem: HopperProblem, hw: HardwareProfile) -> Iterator[HopperConfig
                         continue  # 512x512x16384: 27.9 us, and 24.2 staged (H200, 2026-11-20)
                     config = _deepest(problem, block_m, block_n, staged, False, hw, split)
                     if config is not None:
-                        yield config
+                        yield _ordered(problem, config)
 
 
 def _least_steps(problem: HopperProblem) -> int:
@@ -227,9 +226,20 @@ def _least_steps(problem: HopperProblem) -> int:
 
 
 def _tiles(problem: HopperProblem, block_m: int, block_n: int) -> int:
+    rows = ceil_div(assumed(problem.M), block_m)
+    return _columns(problem, block_n) * rows * assumed(problem.batch)
+
+
+def _ordered(problem: HopperProblem, config: HopperConfig) -> HopperConfig:
+    """The configuration in the order in which neighbouring blocks share most."""
+    rows = ceil_div(assumed(problem.M), config.block_m)
+    columns = _columns(problem, config.block_n)
+    return replace(config, group_m=stripe(tile_of(config), rows, columns, problem.has_windows))
+
+
+def _columns(problem: HopperProblem, block_n: int) -> int:
     out_n = block_n // 2 if problem.dual else block_n
-    columns = sum(ceil_div(n, out_n) for n in problem.columns)
-    return columns * ceil_div(assumed(problem.M), block_m) * assumed(problem.batch)
+    return sum(ceil_div(n, out_n) for n in problem.columns)
 
 
 def _gains_by_sharing(problem: HopperProblem, block_n: int) -> bool:
@@ -270,5 +280,4 @@ def _deepest(
     stages = min(MAX_STAGES, free // stage)
     if stages < 2:
         return None
-    group_m = stripe(assumed(problem.M), block_m, staged and split == 1)
-    return HopperConfig(block_m, block_n, stages, staged, deferred, boxes, group_m, split=split)
+    return HopperConfig(block_m, block_n, stages, staged, deferred, boxes, split=split)

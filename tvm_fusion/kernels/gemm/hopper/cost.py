@@ -41,16 +41,37 @@ FEW_WAVES = 3
 # Share of the places in all waves below which a grid counts as badly filled.
 WELL_FILLED = 0.8
 
+STRIPES = (1, 2, 4, 8, 16)
 LARGE_ROWS = 2048
+FEW_COLUMNS = 8
+NEIGHBOURS = 32
+ABOUT_EQUAL = 1.02
 
 
-def stripe(rows: int, block_m: int, whole: bool) -> int:
-    """Row tiles that share a column tile at one time.
+def stripe(tile: GemmTile, rows: int, columns: int, windows: bool) -> int:
+    """Row tiles that share a column tile at one time, of `rows` x `columns` tiles; `windows` of a
+    convolution are read.
 
-    One stripe of 9 to 15 row tiles is better than one of 8 and a rest (777 x 1024 x 4096), where
-    tiles are staged and `whole`, not shared by blocks.
+    Of few columns the order in which blocks that start beside each other, `NEIGHBOURS` of them,
+    read fewest different lines; of orders that read about as many the one of the lowest stripes
+    (25088 x 256 x 512, 128 x 128: 13.3 us, and 15.1 in stripes of 16; 1568 x 512 x 2048, 128 x 64:
+    9.3 and 11.6; H200, 2026-11-27). Of others 8, or 16 where rows are many; and one stripe of 9 to
+    15 row tiles is better than one of 8 and a rest (777 x 1024 x 4096), where tiles are staged and
+    not shared by blocks.
     """
-    return 16 if rows >= LARGE_ROWS or (whole and 8 < -(-rows // block_m) < 16) else 8
+    if windows or tile.split > 1 or columns > FEW_COLUMNS:
+        whole = tile.staged and tile.split == tile.multicast == 1
+        many = rows * tile.block_m >= LARGE_ROWS
+        return 16 if many or (whole and 8 < rows < 16) else 8
+
+    def lines(height: int) -> float:
+        high = min(height, rows)
+        if high * columns <= NEIGHBOURS:
+            return min(rows, NEIGHBOURS / columns) * tile.block_m + columns * tile.block_n
+        return high * tile.block_m + max(1.0, NEIGHBOURS / high) * tile.block_n
+
+    least = min(map(lines, STRIPES))
+    return next(height for height in STRIPES if lines(height) <= ABOUT_EQUAL * least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +132,9 @@ class GemmWork:
 
 @dataclass(frozen=True, slots=True)
 class GemmTile:
-    """How it is computed; see `HopperConfig`. `ahead`: a residual travels while the tile before is
-    computed. `taps`: tiles of B in a step, `rim`: rows of A that come for each row of a tile.
+    """How it is computed; see `HopperConfig`. `group_m`: 0 stands for that of `stripe`. `ahead`: a
+    residual travels while the tile before is computed. `taps`: tiles of B in a step, `rim`: rows of
+    A that come for each row of a tile.
     """
 
     block_m: int
@@ -120,7 +142,7 @@ class GemmTile:
     stages: int = 4
     staged: bool = True
     deferred: bool = False
-    group_m: int = 8
+    group_m: int = 0
     split: int = 1
     multicast: int = 1
     ahead: bool = False
@@ -267,6 +289,8 @@ class _Model:
         self.rows = -(-work.m // tile.block_m)
         self.columns = sum(-(-n // self.out_n) for n in work.columns)
         self.tiles = self.rows * self.columns * work.batch
+        self.stripe = stripe(tile, self.rows, self.columns, work.a_bytes is not None)
+        self.group_m = tile.group_m or self.stripe
         cluster = tile.split * tile.multicast
         clusters = clusters_on_device(cluster, 1, hw)
         if cluster > 2:
@@ -341,18 +365,29 @@ class _Model:
         line at the same time get it together. Neighbours share columns.
         """
         f, t = self.fitted, self.tile
-        whole, rest = divmod(self.rows, t.group_m)
-        from_a = from_b = 0.0
-        for rows, share in ((t.group_m, whole * t.group_m), (rest, rest)):
-            if share:
-                same = f.same_rows if _in_step(rows) else f.other_rows
-                from_a += share / self.rows * (same if self.columns > 1 else 1.0)
-                from_b += share / self.rows * (f.near_columns if rows > 1 else 1.0)
+        few = self.columns <= FEW_COLUMNS and t.split == 1 and self.work.a_bytes is None
+        if few and self.group_m == self.stripe:
+            from_a = f.same_rows if self.columns > 1 else 1.0
+            from_b = f.near_columns if self.rows > 1 else 1.0
+        else:
+            from_a, from_b = self._shared_otherwise()
         if t.split > 1:
             from_a, from_b = max(from_a, f.split_terms), max(from_b, f.split_terms)
         from_a = from_a if self.work.a_whole_lines else f.split_lines
         from_b = from_b if self.work.b_whole_lines else f.split_lines
         return from_a, from_b / t.multicast
+
+    def _shared_otherwise(self) -> tuple[float, float]:
+        """The same in another order than that of `stripe`."""
+        f = self.fitted
+        whole, rest = divmod(self.rows, self.group_m)
+        from_a = from_b = 0.0
+        for rows, share in ((self.group_m, whole * self.group_m), (rest, rest)):
+            if share:
+                same = f.same_rows if _in_step(rows) else f.other_rows
+                from_a += share / self.rows * (same if self.columns > 1 else 1.0)
+                from_b += share / self.rows * (f.near_columns if rows > 1 else 1.0)
+        return from_a, from_b
 
     def _epilogue(self) -> float:
         """Seconds of a tile's epilogue: what it moves, and what each thread does to its elements,
@@ -376,7 +411,7 @@ class _Model:
         work = self.work
         b = work.batch * sum(work.columns) * work.products * work.k * work.element_bytes
         if b / work.batch > self.fitted.cached_columns * self.hw.l2_bytes:
-            b *= -(-self.rows // self.tile.group_m)
+            b *= -(-self.rows // self.group_m)
         a = work.a_bytes
         if a is None:
             a = work.batch * work.m * work.k * work.element_bytes
