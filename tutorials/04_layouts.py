@@ -162,12 +162,12 @@ for blocks in (1, 4, 8):
 # %% [markdown]
 # ## What it is worth
 #
-# **Measured on an NVIDIA H100**, read from a committed file: whole networks in half precision,
+# **Measured on an NVIDIA H200**, read from a committed file: whole networks in half precision,
 # channels last for everybody, kernel time. The last bar of each is this package.
 
 # %%
 root = next(p for p in (Path.cwd(), *Path.cwd().parents) if (p / "tests/results").is_dir())
-vision = json.loads((root / "tests/results/vision_h100.json").read_text())
+vision = json.loads((root / "tests/results/vision_h200.json").read_text())
 rows = [row for row in vision["rows"] if row["name"].endswith("_b32")]
 peers = ("torch", "torch.compile", "jax")
 print(vision["device"], vision["date"], "us a call")
