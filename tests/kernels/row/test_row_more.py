@@ -391,6 +391,8 @@ def test_nan_never_is_the_extremum_of_an_argmax():
 def test_an_argmax_of_64_bit_values_is_refused(dtype):
     with pytest.raises(Unsupported, match="argmax of"):
         emit_row(analyze(arg_case(argmax, 2, 64, dtype).func()), RowConfig(width=2), H200)
+    found = plan_of(module(argmax, ((512, 4096), dtype)), "nvidia_h200")
+    assert [group.kernel_class for group in found.plan.groups] == ["fallback"]
 
 
 @T.prim_func(s_tir=True)

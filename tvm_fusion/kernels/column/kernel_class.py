@@ -16,13 +16,13 @@ from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
 from ...ir.access import Access, Block, Extent, Reduction
 from ...ir.extents import assumed, assumed_product, non_unit, product_key
-from ...plan.group_view import GroupView, dtype_bytes
+from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import FIXED_SIZES, REDUCES, Family, Fit, Needs
 from ..forms import Writer
 from ..group.footprint import VECTOR_ELEMENTS, evaluations, points, refuse_recompute
 from ..group.read_order import plain_axes, read_order
-from ..group.roles import Role, refuse_other_row, refuse_small_output
+from ..group.roles import Role, refuse_other_row, refuse_small_output, refuse_wide_places
 from ..group.traffic import cuda_resources, filled_by_threads, memory_traffic, slowed
 from .estimate import ColumnEstimate
 from .planned import column_kernel, column_shape, column_traffic
@@ -30,8 +30,6 @@ from .planned import column_kernel, column_shape, column_traffic
 CPU_SLOWNESS = 1.8
 """On a CPU, reductions over leading axes take this times what copies of as many bytes do (2 cores
 of a Zen 4, 2026-11-24: 4096 x 4096 in 3.6 ms, a copy 1.9; others 1.7 to 2.4)."""
-KEY_BYTES = 4
-"""Of a number whose place is exchanged with it, at most (`row.exchange`)."""
 COLUMNS_A_THREAD = 16
 """Columns that a thread walks over, at least, where there are many."""
 
@@ -240,11 +238,8 @@ def _check_reduction(
         return group.refuse(
             RefusalCode.REDUCTION, f"{block.name} combines in a way no column kernel knows"
         )
-    sizes = [dtype_bytes(group.graph.tensors[a.tensor].dtype) for a in block.reads]
-    if arg and max(sizes) > KEY_BYTES:
-        return group.refuse(
-            RefusalCode.REDUCTION, f"{block.name} orders numbers of {max(sizes)} bytes"
-        )
+    if refusal := refuse_wide_places(group, block):
+        return refusal
     order = read_order(block, picks=True)
     live = [i for i in order or () if block.axes[i].extent != 1]
     extents = tuple(block.axes[i].extent for i in live)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from enum import Enum
 
-from ...ir.access import Block
-from ...plan.group_view import GroupView
+from ...ir.access import Block, Reduction
+from ...plan.group_view import GroupView, dtype_bytes
 from ...plan.refusal import Refusal, RefusalCode
+
+KEY_BYTES = 4
+"""Of a number whose place is exchanged with it, at most (`row.exchange`)."""
 
 
 class Role(Enum):
@@ -32,6 +35,17 @@ def refuse_other_row(group: GroupView, block: Block, tensor: int) -> Refusal:
         f"{block.name} reads a value of another row (or of no row) of "
         f"{group.graph.tensors[tensor].name}",
     )
+
+
+def refuse_wide_places(group: GroupView, block: Block) -> Refusal | None:
+    """An argmax or argmin of numbers that are too wide to be exchanged with their places."""
+    if block.reduction not in (Reduction.ARGMAX, Reduction.ARGMIN):
+        return None
+    sizes = (dtype_bytes(group.graph.tensors[read.tensor].dtype) for read in block.reads)
+    widest = max(sizes, default=0)
+    if widest <= KEY_BYTES:
+        return None
+    return group.refuse(RefusalCode.REDUCTION, f"{block.name} orders numbers of {widest} bytes")
 
 
 def refuse_small_output(group: GroupView, tensor: int) -> Refusal:

@@ -20,7 +20,7 @@ from ..base import REDUCES, Family, Fit, Needs
 from ..forms import Writer
 from ..group.footprint import evaluations, refuse_recompute
 from ..group.read_order import plain_axes
-from ..group.roles import Role, refuse_other_row, refuse_small_output
+from ..group.roles import Role, refuse_other_row, refuse_small_output, refuse_wide_places
 from ..group.traffic import cuda_resources, cuda_traffic, filled_by_threads, memory_traffic, slowed
 from .planned import row_shape, row_streams
 
@@ -160,6 +160,8 @@ def _check_block(
         why = _refuse_reduction(block, space, hw)
         if why is not None:
             return group.refuse(*why)
+        if refusal := refuse_wide_places(group, block):
+            return refusal
         role = ROW
     elif role is ROW and not any([roles.get(own.tensor, SMALL) is not SMALL for own in reads]):
         # made of inputs only: in a square space a row vector looks like one value a row
