@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from tvm import relax
+from tvm import relax, tirx
 from tvm.relax import op
 
-from tvm_fusion.config import load_profile
+from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.scan import kernel
 from tvm_fusion.kernels.scan.config import ScanConfig
@@ -17,6 +18,7 @@ from tvm_fusion.transform.lower.scans import SCANS, parts_of, scanned
 from ...support.cuda_on_cpu import compile_cubins, run_cuda_on_cpu
 from ...support.graphs import module, plan_of
 from ...support.kernel_cases import assert_close, fuse, numpy_dtype, outputs_of
+from ...support.module_on_cpu import EmulatedModule
 
 H200 = load_profile("nvidia_h200")
 HALF, BRAIN, FLOAT, WHOLE = "float16", "bfloat16", "float32", "int64"
@@ -207,6 +209,40 @@ def test_a_scan_from_the_other_end_is_one_launch(shape, axis):
     assert_close(found, np.flip(np.flip(np.exp(x), axis).cumsum(axis), axis) * y, HALF)
 
 
+@pytest.mark.parametrize(
+    ("shape", "axis", "symbolic"),
+    [((5, 300), 1, 0), ((0, 300), 1, 0), ((1, 37, 3), 1, 2), ((3, 40, 1), 1, 0)],
+    ids=str,
+)
+def test_a_symbolic_number_of_rows_is_a_launch_of_as_many_blocks(shape, axis, symbolic):
+    """A launch has one block where there are no rows."""
+    extents = [tirx.Var("n", "int64") if n == symbolic else e for n, e in enumerate(shape)]
+
+    def emit(bb, x):
+        turned = bb.emit(op.cumsum(bb.emit(op.flip(wide(bb, x), axis)), axis))
+        return op.multiply(bb.emit(op.flip(turned, axis)), wide(bb, x))
+
+    planned = Planned.of(module(emit, (extents, HALF)), H200.to_target(), H200, load_policy(None))
+    assert [g.kernel_class for g in planned.plan.groups] == ["scan"]
+    written = EmulatedModule.of(planned)
+    assert not written.cuts
+    x = drawn(shape, HALF)
+    (found,) = written([x])
+    x = x.astype(np.float64)
+    assert found.shape == shape
+    assert_close(found, np.flip(np.flip(x, axis).cumsum(axis), axis) * x, FLOAT)
+
+
+def test_a_scan_along_an_axis_of_symbolic_length_is_refused():
+    n = tirx.Var("n", "int64")
+    (group,) = groups_of(lambda bb, x: scan(bb, x, 1), ((4, n), FLOAT))
+    assert group.kernel_class == "fallback"
+    kept = groups_of(lambda bb, x: op.cumsum(x, 1), ((4, n, 3), FLOAT))
+    assert "scan" not in [group.kernel_class for group in kept]
+    with pytest.raises(Unsupported, match="axis of symbolic size"):
+        read_scans(fuse(lambda bb, x: scan(bb, x, 1), ((4, n), FLOAT)))
+
+
 def test_both_ends_of_a_row_are_two_launches():
     def emit(bb, x, both):
         found = bb.emit(op.cumsum(bb.emit(op.flip(x, 1)), 1))
@@ -244,8 +280,9 @@ def test_other_classes_compute_no_scans_and_say_so():
         (alone(0), (4096, 4096)),
         (alone(1, "cumprod"), (4096, 4095)),
         (alone(1), (70000, 40000)),
+        (alone(1), (tirx.Var("n", "int64"), 4096)),
     ],
-    ids=["along", "across", "product", "2.8e9 elements"],
+    ids=["along", "across", "product", "2.8e9 elements", "symbolic"],
 )
 def test_kernels_compile_for_hopper_without_spills(emit, shape):
     func = fuse(emit, (shape, HALF))

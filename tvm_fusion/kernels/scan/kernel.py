@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from tvm import tirx
@@ -23,15 +23,24 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
+from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT
 from ..forms import Form, Ranked, Writer
 from ..gpu.closed_forms import closed_forms
 from ..gpu.frame import Frame, kernel_frame, then
 from ..gpu.scope import Point, RowScope
 from ..gpu.transfer import load_element, load_tile, store_values, store_vector
 from ..gpu.vectors import piece_bytes, vector_elements
-from ..program.expr import bytes_of, constant, convert, linear_form, number, substitute
+from ..program.expr import (
+    bytes_of,
+    constant,
+    convert,
+    dtype_of,
+    linear_form,
+    number,
+    substitute,
+)
 from ..program.narrow import narrow_indices
-from ..program.program import COMBINE, Output, Program, ReduceKind, Scan
+from ..program.program import COMBINE, Extent, Output, Program, ReduceKind, Scan
 from .config import WARP, ScanConfig, configs
 from .problem import read_scans
 
@@ -56,7 +65,8 @@ def scan_configs(program: Program, hw: HardwareProfile) -> list[ScanConfig]:
     """Configurations of a program, the best guess first."""
     sizes = [bytes_of(item.dtype) for item in (*program.tiles, *program.outputs)]
     contiguous = is_contiguous(program)
-    return configs(program.row_count, program.columns, contiguous, min(sizes), hw)
+    rows = math.prod(n if isinstance(n, int) else ASSUMED_SYMBOLIC_EXTENT for n in program.rows)
+    return configs(rows, program.columns, contiguous, min(sizes), hw)
 
 
 def _ranked(program: Program, hw: HardwareProfile, policy: Policy) -> Ranked:
@@ -75,10 +85,29 @@ def emit_scan(program: Program, hw: HardwareProfile, config: ScanConfig) -> tirx
     if threads > hw.max_threads_per_block:
         raise Unsupported(f"blocks of {threads} threads")
     program = closed_forms(narrow_indices(program))
-    blocks = -(-program.row_count // config.rows)
-    with kernel_frame(program, blocks, threads) as frame:
+    grid = _grid(program.row_count, config)
+    with (
+        kernel_frame(program, grid, threads) as frame,
+        _if_rows_exist(program, config, frame),
+    ):
         _Scans(program, config, frame).emit()
     return frame.func
+
+
+def _grid(rows: Extent, config: ScanConfig) -> Extent:
+    """Blocks; one where a symbolic number of rows is 0."""
+    if isinstance(rows, int):
+        return -(-rows // config.rows)
+    one, count = (constant(size, dtype_of(rows)) for size in (1, config.rows))
+    return tirx.Max(tirx.FloorDiv(rows + (count - one), count), one)
+
+
+def _if_rows_exist(
+    program: Program, config: ScanConfig, frame: Frame
+) -> AbstractContextManager[None]:
+    if isinstance(program.row_count, int):
+        return nullcontext()
+    return then(convert(frame.block, program.index_dtype) * config.rows < program.row_count)
 
 
 class _Scans:
@@ -99,9 +128,11 @@ class _Scans:
         block, side = (convert(x, program.index_dtype) for x in (frame.block, self.side))
         row = T.Bind(block * config.rows + side)
         self.exists: Expr | None = None
-        if program.row_count % config.rows:
-            self.exists = T.Bind(row < program.row_count)
-            row = T.Bind(tirx.Min(row, constant(program.row_count - 1, program.index_dtype)))
+        count = program.row_count
+        if config.rows > 1 and not (isinstance(count, int) and count % config.rows == 0):
+            size = constant(count, program.index_dtype) if isinstance(count, int) else count
+            self.exists = T.Bind(row < size)
+            row = T.Bind(tirx.Min(row, size - 1))
         self.scope.set_row(row)
         self.scope.load_scalars()
 

@@ -19,7 +19,7 @@ from ...ir.access import Access, Affine, Block
 from ...ir.extents import assumed, assumed_product
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import REDUCES, SCANS, Family, Fit, Needs
+from ..base import FIXED_SIZES, REDUCES, SCANS, Family, Fit, Needs
 from ..forms import Writer
 from ..group.footprint import evaluations, is_identity, refuse_recompute
 from ..group.roles import refuse_other_row
@@ -36,7 +36,7 @@ class ScanClass(Family):
     """See the module docstring.
 
     Does not handle: reductions in the same launch, scans along several axes, outputs of another
-    shape than the scans'.
+    shape than the scans', rows of symbolic length.
     """
 
     name = "scan"
@@ -46,6 +46,12 @@ class ScanClass(Family):
         anchor = next((b for b in group.blocks if b.scanned is not None), None)
         if anchor is None:
             return group.refuse(RefusalCode.REDUCTION, "the group holds no scan")
+        if not isinstance(anchor.axes[anchor.scanned].extent, int):
+            return group.refuse(
+                RefusalCode.REDUCTION,
+                f"{anchor.name} is a scan along an axis of symbolic size",
+                FIXED_SIZES,
+            )
         behind: dict[int, bool] = {}
         for block in group.blocks:
             if refusal := _refuse_block(group, block, anchor, behind):

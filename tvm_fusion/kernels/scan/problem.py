@@ -34,8 +34,8 @@ def _read(func: tirx.PrimFunc, exact: bool) -> Program:
     if anchor is None:
         raise Unsupported("the function holds no scan")
     place = next(n for n, axis in enumerate(anchor.axes) if anchor.scan.axis.same_as(axis))
-    if not all(isinstance(extent, int) for extent in anchor.shape):
-        raise Unsupported("a scan of symbolic size")
+    if not isinstance(anchor.shape[place], int):
+        raise Unsupported("a scan along an axis of symbolic size")
     rows = [e for n, e in enumerate(anchor.shape) if n != place and e != 1]
     space = make_space(rows, anchor.shape[place], index_dtype_of(blocks))
     definitions = {definition.buffer: definition for definition in blocks}
@@ -87,7 +87,8 @@ def _output(
 ) -> Output:
     """What is written to a parameter: from one end of the rows, or from the other."""
     name, space = definition.buffer.name, resolver.space
-    if definition.shape != anchor.shape:
+    shape = definition.shape
+    if len(shape) != len(anchor.shape) or not all(map(space.equal, shape, anchor.shape)):
         raise Unsupported(f"{name} {list(definition.shape)} beside scans of {list(anchor.shape)}")
     axes, turned = ways
     try:

@@ -13,7 +13,8 @@ come to is added to the scan of each.
 TVM's own kernels give wrong numbers on an H200 (products, and sums along other axes than the last
 one), or read what other threads of a warp write without waiting for them.
 
-Sums of halves are taken in float32. Does not handle: symbolic extents.
+Sums of halves are taken in float32. A symbolic number of rows is taken for many. Does not handle:
+axes of symbolic length.
 """
 
 from __future__ import annotations
@@ -62,13 +63,12 @@ class _Opener(PyExprMutator):
         call = super().visit_call_(call)
         if not isinstance(call.op, Op) or call.op.name not in SCANS:
             return call
-        extents = static_shape(call.args[0])
-        if not extents or 0 in extents:
+        x, dtype, axis = call.args[0], str(call.ty.dtype), call.attrs.axis
+        if not _has_known_length(x, axis):
             return call
         self.changed = True
-        x, dtype, axis = call.args[0], str(call.ty.dtype), call.attrs.axis
         if axis is None:
-            axis, x = 0, self._emit(op.reshape(x, (math.prod(extents),)))
+            axis, x = 0, self._emit(op.reshape(x, (math.prod(static_shape(x)),)))
         return self._scanned(
             x, int(axis) % x.ty.ndim, call.op.name, bool(call.attrs.exclusive), dtype
         )
@@ -79,7 +79,7 @@ class _Opener(PyExprMutator):
         """The scan of x along an axis as `dtype`, in parts where that fills the device better."""
         shape = static_shape(x)
         x = self._cast(x, WIDER.get(dtype, dtype))
-        parts = parts_of(shape, axis)
+        parts = 1 if shape is None else parts_of(shape, axis)
         if parts == 1:
             return self._cast(self._scan(x, axis, name, exclusive), dtype)
         kind, length = SCANS[name], shape[axis]
@@ -113,6 +113,17 @@ class _Opener(PyExprMutator):
 
     def _emit(self, expr: relax.Expr) -> relax.Expr:
         return self.builder_.emit(expr)
+
+
+def _has_known_length(x: relax.Expr, axis: int | None) -> bool:
+    """Whether what is scanned, all of x without an axis, is of known length, and x not empty."""
+    if not isinstance(x.ty.shape, relax.ShapeExpr):
+        return False
+    extents = list(x.ty.shape.values)
+    if not extents or any(isinstance(n, tirx.IntImm) and int(n) == 0 for n in extents):
+        return False
+    along = extents if axis is None else [extents[int(axis)]]
+    return all(isinstance(n, tirx.IntImm) for n in along)
 
 
 def scanned(
