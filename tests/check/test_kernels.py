@@ -16,7 +16,7 @@ from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.plan.search.search import unfused_plan
 
 from ..planted import planted
-from .test_written_memory import WRONG
+from .test_written_memory import WRONG, other_value
 from .test_written_memory import planted as planted_write
 
 
@@ -186,3 +186,16 @@ def test_of_an_operator_alone_that_gives_more_the_parts_that_are_read_are_compar
     found = kernels.kernels_checked(apart.build())
     assert found.verification.passed
     assert found.kernels == 2
+
+
+class Largest(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cummax(-1)[0]
+
+
+def test_a_function_that_no_plan_has_to_do_with_is_checked(monkeypatch):
+    model = planned_function(Largest(), "llvm", example_inputs=(X,))
+    assert kernels.kernels_checked(model.build()).kernels == 1
+    done = planted_write(monkeypatch, other_value, "cumulative_extremum", 1)
+    assert kernels.kernels_checked(model.build()) is None
+    assert done

@@ -36,11 +36,11 @@ def arguments():
     )
 
 
-def stores(change):
-    """A function whose stores into an input are changed."""
+def stores(change, number=0):
+    """A function whose stores into one of its parameters are changed."""
 
     def changed(func):
-        into = func.params[0]
+        into = func.params[number]
 
         def store(node):
             return change(node) if node.buffer.same_as(into) else node
@@ -73,15 +73,17 @@ def one_left_out(node):
 WRONG = {f.__name__: f for f in (elsewhere, other_value, neighbour_too, one_left_out)}
 
 
-def planted(monkeypatch, change):
-    """Materialized modules whose functions that write in place are changed."""
+def planted(monkeypatch, change, name="write", number=0):
+    """Materialized modules whose functions of a name are changed in what they store into a
+    parameter: by default, those that write in place.
+    """
     materialize, done = flow.materialize, []
 
     def wrong(*args):
         found = materialize(*args)
         functions = dict(found.mod.functions_items())
-        gvar = next(g for g in functions if g.name_hint.startswith("write"))
-        functions[gvar] = stores(change)(functions[gvar])
+        gvar = next(g for g in functions if g.name_hint.startswith(name))
+        functions[gvar] = stores(change, number)(functions[gvar])
         done.append(gvar.name_hint)
         return flow.Materialized(
             with_functions(found.mod, functions), found.groups, found.functions

@@ -10,8 +10,8 @@ Kernels run as they were built, in the memory of the module. What they do not sh
 right numbers go from one to the next: for that the module as a whole is compared with the framework
 that it comes from (`check.source`), and where there is none, with all of it in float64.
 
-A function that writes into what it is given (`call_tir_inplace`, a cache) is one of the kernels:
-all of what it leaves there is compared.
+A function that no plan has to do with (a scan of pairs) is one of the kernels, and so is one that
+writes into what it is given (`call_tir_inplace`, a cache): all of what it leaves there is compared.
 
 Does not handle: symbolic sizes, branches, calls that are no kernels, packed functions that write.
 """
@@ -160,9 +160,10 @@ class _Case:
 def _cases(made: BuiltPlan, calls: Mapping[str, _Call]) -> dict[str, _Case] | None:
     """What each kernel is to compute, by its name; None where that is not known of one."""
     low, graph, plan = made.planned.low, made.planned.graph, made.planned.plan
-    groups = {n: g for n, g in made.materialized.groups.items() if g.kernel_class not in FREE}
-    writing = {name: call for name, call in calls.items() if call.written is not None}
-    if not calls.keys() - writing.keys() >= groups.keys():
+    planned = made.materialized.groups
+    groups = {n: g for n, g in planned.items() if g.kernel_class not in FREE}
+    others = {n: c for n, c in calls.items() if c.written is not None or n not in planned}
+    if not calls.keys() - others.keys() >= groups.keys():
         return None
     cases = {}
     for name, (alone, inputs) in zip(
@@ -173,8 +174,8 @@ def _cases(made: BuiltPlan, calls: Mapping[str, _Call]) -> dict[str, _Case] | No
             return None
         results = None if read is None else [len(inputs) + number for number in read]
         cases[name] = _Case(alone, len(inputs), results)
-    for name, call in writing.items():
-        alone = _writing_alone(low, name, call)
+    for name, call in others.items():
+        alone = _function_alone(low, name, call)
         if alone is None:
             return None
         cases[name] = _Case(alone, len(call.arguments), call.results)
@@ -197,9 +198,9 @@ def _read(main: relax.Function) -> list[int] | None:
     return [field.index for field in fields]
 
 
-def _writing_alone(low: tvm.IRModule, name: str, call: _Call) -> tvm.IRModule | None:
-    """A function that writes into what it is given, as the model was lowered, and a call of it; no
-    plan changes its name.
+def _function_alone(low: tvm.IRModule, name: str, call: _Call) -> tvm.IRModule | None:
+    """A function that is no group's, as the model was lowered, and a call of it; no plan changes
+    its name.
     """
     gvar = next((g for g in low.get_global_vars() if g.name_hint == name), None)
     if gvar is None:
