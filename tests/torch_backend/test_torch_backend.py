@@ -7,10 +7,12 @@ import json
 import logging
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 import torch
 from torch import nn
+from torch._export import utils as export_utils
 from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -634,6 +636,24 @@ def test_two_models_in_two_threads_are_right():
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(work, range(2)))
+
+
+def test_two_threads_leave_the_look_up_of_torch_as_it_was():
+    look_up = export_utils._materialize_cpp_cia_ops
+    within, leave = Event(), Event()
+
+    def other():
+        with aten_graphs._compositions_looked_up_once():
+            within.set()
+            assert leave.wait(10)
+
+    with ThreadPoolExecutor(1) as pool:
+        with aten_graphs._compositions_looked_up_once():
+            done = pool.submit(other)
+            assert not within.wait(0.1)
+        leave.set()
+        done.result()
+    assert export_utils._materialize_cpp_cia_ops is look_up
 
 
 @pytest.mark.nightly

@@ -7,6 +7,7 @@ Written and aliased inputs, views and tensor subclasses are torch's own bookkeep
 recurrent layers, but leaves an LSTM on a CPU to oneDNN: a short one is unrolled, too.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -136,16 +137,18 @@ def _compositions_looked_up_once() -> Iterator[None]:
     """torch looks up all implicit compositions of its dispatcher once for each namespace of
     operators (60 times a table), to find those that were registered meanwhile.
     """
-    look_up = getattr(export_utils, _LOOK_UP, None)
-    if look_up is None:  # of another version
-        yield
-        return
-    look_up()
-    setattr(export_utils, _LOOK_UP, lambda: None)
-    try:
-        yield
-    finally:
-        setattr(export_utils, _LOOK_UP, look_up)
+    with _looking_up:  # else another thread puts back what this one has put there
+        look_up = getattr(export_utils, _LOOK_UP, None)
+        if look_up is None:  # of another version
+            yield
+            return
+        look_up()
+        setattr(export_utils, _LOOK_UP, lambda: None)
+        try:
+            yield
+        finally:
+            setattr(export_utils, _LOOK_UP, look_up)
 
 
 _LOOK_UP = "_materialize_cpp_cia_ops"
+_looking_up = threading.Lock()
