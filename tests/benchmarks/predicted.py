@@ -168,8 +168,8 @@ def _by_class(rows: Sequence[Predicted]) -> list[str]:
     lines = []
     for of in (*CLASSES, "all"):
         found = [r for r in rows if of == "all" or held.get(r.name) == of]
-        ratios = [row.over_limit for row in found if not row.failure]
-        if not ratios:
+        ratios = [r.over_limit for r in found if not r.failure and r.predicted_us > 0]
+        if not ratios:  # failures, and programs that the model knows nothing of
             continue
         others = sum((Counter(row.others) for row in found), Counter())
         lines.append(

@@ -7,7 +7,7 @@ import torch
 
 from .. import workloads
 from ..__main__ import main
-from ..predicted import predict
+from ..predicted import Predicted, predict, text
 from ..run import run_suite
 from .held import CLASSES, EACH, SEEDS, SUITE, class_of, names_of_seed
 from .held.draw import ELEMENTS
@@ -80,3 +80,12 @@ def test_predicted_times_are_a_table_and_json(capsys, tmp_path):
     assert row["classes"] == {"row": 1}
     assert row["predicted_us"] > row["limit_us"] > 0
     assert torch.Size(map(int, row["shape"].split("x"))).numel() > 0
+
+
+def test_programs_that_the_model_knows_nothing_of_count_in_no_mean():
+    known = Predicted("known", launches=1, predicted_us=6.0, limit_us=3.0)
+    unknown = Predicted("unknown", launches=1, others={"sort": 1}, predicted_us=0.0, limit_us=3.0)
+    *_, told = text([known, unknown]).splitlines()
+    assert "2 programs, predicted over limit: geometric mean   2.00, most   2.00" in told
+    assert told.endswith("1 by no class of ours: sort")
+    assert "geometric mean" not in text([unknown])
