@@ -138,14 +138,17 @@ def test_what_a_function_costs_grows_with_the_tiles_that_compute_it():
 
 
 def test_predictions_are_close_to_what_was_measured():
+    """The order in which blocks take their tiles is another one since for few columns."""
     rows = json.loads((DATA / "prologue_sweep_h200.json").read_text())["rows"]
     errors, losses, measured = [], [], defaultdict(dict)
     for row in rows:
         if row["kind"] == "gemm":
-            measured[tuple(row["shape"])][HopperConfig(**row["config"])] = row["us"] * 1e-6
+            config = HopperConfig(**row["config"] | {"group_m": 0})
+            measured[tuple(row["shape"])][config] = row["us"] * 1e-6
     for shape, seconds in measured.items():
         ranked = hopper_ranked(analyze_contraction(affine(*shape).func()), H200)
-        predicted = {config: time for time, config in ranked if config in seconds}
+        offered = ((dataclasses.replace(config, group_m=0), time) for time, config in ranked)
+        predicted = {config: time for config, time in offered if config in seconds}
         errors += [abs(predicted[config] / time - 1) for config, time in seconds.items()]
         losses.append(seconds[min(predicted, key=predicted.get)] / min(seconds.values()))
     assert len(errors) == 57
