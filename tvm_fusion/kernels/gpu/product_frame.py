@@ -151,11 +151,10 @@ class Grid:
     def tile(self, number: Expr) -> Tile:
         """The tile with this number, its `n` over all segments.
 
-        Its coordinates are computed once, before the loop over the terms that uses them: generated
-        code repeats the expressions of temporaries at each use, and no compiler takes a division
-        by a variable, which might be zero, out of a loop. So sizes that are known divide as
-        constants, and what others divide is kept in a local array. Of 1568 x 512 x 2048 the
-        division took 2.8 of 11.3 us (H200, 2026-11-27).
+        Sizes that are known divide as constants: generated code repeats the expressions of
+        temporaries at each use, and no compiler takes a division by a variable, which might be
+        zero, out of the loop over the terms. Of 1568 x 512 x 2048 it took 2.8 of 11.3 us (H200,
+        2026-11-27).
         """
         size = self._size
         number = convert(number, self.dtype)
@@ -165,13 +164,7 @@ class Grid:
         stripe = size(self.all_columns) * self.group_m
         group, place = map(T.Bind, divided(rest, stripe))
         across, down = self._within(group, place)
-        tile = Tile(batch, T.Bind(group * self.group_m + down), T.Bind(across))
-        if all(isinstance(n, int) for n in (self.per_batch, self.all_columns)):
-            return tile
-        kept = T.alloc_local((3,), self.dtype)
-        for i, coordinate in enumerate((tile.batch, tile.m, tile.n)):
-            T.buffer_store(kept, coordinate, [i])
-        return Tile(kept[0], kept[1], kept[2])
+        return Tile(batch, T.Bind(group * self.group_m + down), T.Bind(across))
 
     def _within(self, group: Expr, place: Expr) -> tuple[Expr, Expr]:
         """Column tile, and row tile within a stripe; the last stripe may be lower."""

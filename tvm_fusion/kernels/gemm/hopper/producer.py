@@ -8,7 +8,8 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
-from ...gpu.product_frame import Tile
+from ...gpu.product_frame import Grid, Tile
+from ..side_by_side import SegmentGrid
 from .model import BOX, STEP_BYTES, HopperSegment, WindowPart, Windows
 from .state import Hopper, Ring, expect, wait
 
@@ -18,7 +19,7 @@ def emit_producer(kernel: Hopper) -> None:
     ring = Ring(kernel.plan.config.stages, 1)
     terms = _terms(kernel)
     with T.serial(0, kernel.turns) as turn:
-        tile = kernel.tile(turn)
+        tile = _kept(kernel.grid, kernel.tile(turn))
         if kernel.shared.resume is not None:
             # The stages hold partial sums of other blocks until the consumers have read them.
             with T.If(turn > 0), T.Then():
@@ -43,6 +44,20 @@ def emit_producer(kernel: Hopper) -> None:
         with T.serial(0, kernel.plan.config.stages, unroll=False):
             _wait_until_empty(kernel, ring)
             ring.advance()
+
+
+def _kept(grid: Grid | SegmentGrid, tile: Tile) -> Tile:
+    """The tile, its coordinates in registers where they come of divisions by sizes that are not
+    known: these would stay in the loop over the terms (see `Grid.tile`).
+    """
+    if isinstance(grid, SegmentGrid) or isinstance(grid.per_batch, int):
+        return tile
+    kept = []
+    for coordinate in (tile.batch, tile.m, tile.n):
+        cell = T.alloc_local((1,), grid.dtype)
+        T.buffer_store(cell, coordinate, [0])
+        kept.append(cell[0])
+    return Tile(*kept)
 
 
 def _wait_until_empty(kernel: Hopper, ring: Ring) -> None:
