@@ -11,7 +11,7 @@ from tvm import relax
 from tvm.relax import op
 
 import tvm_fusion
-from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.convolution.forms import CPU_WRITER, CUDA_WRITER
 from tvm_fusion.kernels.convolution.geometry import read_convolution
@@ -31,11 +31,10 @@ from ...support.graphs import module
 from ...support.hopper_on_cpu import compile_hopper, run_hopper_on_cpu
 from ...support.kernel_cases import outputs_of
 from ...support.pooling import PooledConv
+from .test_column_sums import POLICY, TINY_H200, configs
 from .test_hopper import drawn
 
 H200, A100 = load_profile("nvidia_h200"), load_profile("nvidia_a100")
-TINY_H200 = replace(H200, num_sms=2)
-POLICY = load_policy(None)
 
 CASES = [
     PooledConv(last((8, 8), (3, 3), 64, 64, batch=2), (2, 2)),
@@ -54,16 +53,6 @@ CASES = [
     PooledConv(last((4, 2, 5), (3, 3, 3), 64, 16, batch=2), (1, 2, 2), mean=True),
     PooledConv(last((11, 9), (3, 3), 64, 64, batch=2, stride=2), (2, 2), stored=True),
 ]
-
-
-def configs(problem):
-    """The first configuration of each form of the kernel and of its epilogue."""
-    found = {}
-    for _, config in CUDA_WRITER.ranked(problem, TINY_H200, POLICY):
-        if isinstance(config, HopperConfig):
-            kind = type(config), config.staged, config.deferred, config.split > 1
-            found.setdefault(kind, config)
-    return list(found.values())
 
 
 def check(case, func, problem, config):

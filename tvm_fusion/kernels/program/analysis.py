@@ -22,7 +22,7 @@ from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from ...errors import TooDeep, Unsupported
-from .collapse import collapse_axes, drop_unused, reachable
+from .collapse import collapse_axes, reachable
 from .definitions import Definition, read_definitions, read_params, shape_of
 from .expr import (
     constant,
@@ -300,23 +300,7 @@ class _Analysis:
         plain = [i for i in outputs if i not in summed]
         found = tuple(_output(i, self.definition(i), space, resolver, orders) for i in plain)
         over_rows = tuple(accumulation(i, self.definition(i), space, resolver) for i in summed)
-        program = Program(
-            name=self.name,
-            params=self.params,
-            rows=space.rows,
-            columns=space.columns,
-            row_vars=space.row_vars,
-            column_var=space.column_var,
-            tiles=tuple(placeholders.tiles),
-            scalars=tuple(placeholders.scalars),
-            elements=tuple(placeholders.elements),
-            reductions=tuple(placeholders.reductions),
-            values=tuple(placeholders.values),
-            outputs=found,
-            exact=self.exact,
-            accumulations=over_rows,
-        )
-        return drop_unused(program)
+        return placeholders.program(self.name, found, self.exact, over_rows)
 
 
 def _pointwise(analysis: _Analysis) -> Program:

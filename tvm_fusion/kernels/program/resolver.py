@@ -21,6 +21,7 @@ from tvm import tirx
 from tvm.ir import Call, Expr, TensorLoad, Var
 
 from ...errors import Unsupported
+from .collapse import drop_unused
 from .definitions import Definition, shape_of
 from .expr import (
     FLOAT8_DTYPES,
@@ -42,10 +43,13 @@ from .expr import (
     widened,
 )
 from .program import (
+    Accumulation,
     Element,
     Extent,
     Level,
+    Output,
     Param,
+    Program,
     ReduceKind,
     Reduction,
     Scalar,
@@ -90,7 +94,7 @@ class Placeholders:
     """
 
     def __init__(self, space: Space, params: Sequence[Param]) -> None:
-        self.space = space
+        self.space, self.params = space, tuple(params)
         self.param_of = {param.var: index for index, param in enumerate(params)}
         self.tiles: list[Tile] = []
         self.scalars: list[Scalar] = []
@@ -181,6 +185,34 @@ class Placeholders:
         var = self._new("c", self.scans, dtype, Level.ELEMENT, self.phase(body))
         self.scans.append(Scan(var, kind, body, dtype, exclusive))
         return var
+
+    def program(
+        self,
+        name: str | None,
+        outputs: Sequence[Output],
+        exact: bool,
+        accumulations: Sequence[Accumulation] = (),
+    ) -> Program:
+        """The program of the outputs that were resolved, without what none of them needs."""
+        space = self.space
+        program = Program(
+            name=name,
+            params=self.params,
+            rows=space.rows,
+            columns=space.columns,
+            row_vars=space.row_vars,
+            column_var=space.column_var,
+            tiles=tuple(self.tiles),
+            scalars=tuple(self.scalars),
+            elements=tuple(self.elements),
+            reductions=tuple(self.reductions),
+            scans=tuple(self.scans),
+            values=tuple(self.values),
+            outputs=tuple(outputs),
+            exact=exact,
+            accumulations=tuple(accumulations),
+        )
+        return drop_unused(program)
 
     def _new(self, letter: str, group: list, dtype: str, level: Level, phase: int) -> Var:
         var = Var(f"{letter}{len(group)}", tvm.ir.PrimType(widened(dtype)))

@@ -6,7 +6,7 @@ from tvm import tirx
 from tvm.ir import Expr
 
 from ...errors import TooDeep, Unsupported
-from ..program.collapse import collapse_axes, drop_unused
+from ..program.collapse import collapse_axes
 from ..program.definitions import Definition, read_definitions, read_params, shape_of
 from ..program.expr import constant, flatten, linear_form, number, substitute
 from ..program.program import Output, Program
@@ -23,7 +23,7 @@ def read_scans(func: tirx.PrimFunc, exact: bool = False) -> Program:
         There is no scan, or something is computed over other points.
     """
     try:
-        return collapse_axes(drop_unused(_read(func, exact)))
+        return collapse_axes(_read(func, exact))
     except RecursionError:
         raise TooDeep("the chain of temporaries is too long") from None
 
@@ -51,22 +51,7 @@ def _read(func: tirx.PrimFunc, exact: bool) -> Program:
     name = func.attrs.get("global_symbol") if func.attrs else None
     if placeholders.reductions:
         raise Unsupported("a reduction beside a scan")
-    return Program(
-        name=None if name is None else str(name),
-        params=params,
-        rows=space.rows,
-        columns=space.columns,
-        row_vars=space.row_vars,
-        column_var=space.column_var,
-        tiles=tuple(placeholders.tiles),
-        scalars=tuple(placeholders.scalars),
-        elements=tuple(placeholders.elements),
-        reductions=(),
-        values=tuple(placeholders.values),
-        outputs=tuple(outputs),
-        exact=exact,
-        scans=tuple(placeholders.scans),
-    )
+    return placeholders.program(None if name is None else str(name), outputs, exact)
 
 
 def _axes(space: Space, anchor: Definition, place: int) -> tuple[Expr, ...]:

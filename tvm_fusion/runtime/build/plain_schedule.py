@@ -26,6 +26,7 @@ from tvm import s_tir, tirx
 from tvm.ir import Call, Expr, PrimType, Range, TensorLoad, Var
 from tvm.sym import Analyzer
 
+from ...ir.blocks import substitute
 from ...transform.lower.ordered_writes import serial, variables_of
 
 THREADS = 128
@@ -214,8 +215,8 @@ def _tells(
     analyzer.bind(quotient, Range(0, count))
     analyzer.bind(rest, Range(0, size))
     here, next_one = ({var: q * size + rest} for q in (quotient, quotient + 1))
-    step = analyzer.simplify(_put(places[0], next_one) - _put(places[0], here))
-    places = [analyzer.simplify(_put(place, here)) for place in places]
+    step = analyzer.simplify(substitute(places[0], next_one) - substitute(places[0], here))
+    places = [analyzer.simplify(substitute(place, here)) for place in places]
     prove = analyzer.can_prove_equal
     if not all(prove(place % size, rest) for place in places):
         return False
@@ -239,12 +240,6 @@ def _divisors(expr: Expr, var: Var) -> set[int]:
     return found
 
 
-def _put(expr: Expr, values: dict[Var, Expr]) -> Expr:
-    if not values:
-        return expr
-    return tvm_ffi.structural_map(expr, (Var, lambda var: values.get(var, var)))
-
-
 def _accesses(body: tirx.Stmt) -> _Accesses:
     found = _Accesses()
     meaning: dict[Var, Expr] = {}
@@ -265,7 +260,9 @@ def _accesses(body: tirx.Stmt) -> _Accesses:
             return
         at: Expr = tirx.IntImm(str(indices[0].ty.dtype), 0)
         for index, extent in zip(indices, tensor.ty.shape, strict=True):
-            index, extent = (x.astype(str(at.ty.dtype)) for x in (_put(index, meaning), extent))
+            index, extent = (
+                x.astype(str(at.ty.dtype)) for x in (substitute(index, meaning), extent)
+            )
             at = at * extent + index
         found.places.setdefault(tensor, []).append(at)
 

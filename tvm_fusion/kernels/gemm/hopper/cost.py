@@ -59,7 +59,7 @@ def stripe(tile: GemmTile, rows: int, columns: int, windows: bool) -> int:
     15 row tiles is better than one of 8 and a rest (777 x 1024 x 4096), where tiles are staged and
     not shared by blocks.
     """
-    if windows or tile.split > 1 or columns > FEW_COLUMNS:
+    if not _has_few_columns(tile, columns, windows):
         whole = tile.staged and tile.split == tile.multicast == 1
         many = rows * tile.block_m >= LARGE_ROWS
         return 16 if many or (whole and 8 < rows < 16) else 8
@@ -72,6 +72,13 @@ def stripe(tile: GemmTile, rows: int, columns: int, windows: bool) -> int:
 
     least = min(map(lines, STRIPES))
     return next(height for height in STRIPES if lines(height) <= ABOUT_EQUAL * least)
+
+
+def _has_few_columns(tile: GemmTile, columns: int, windows: bool) -> bool:
+    """Whether `stripe` gives the order in which neighbours read fewest lines; others were not
+    measured in it, or are chosen worse.
+    """
+    return not windows and tile.split == 1 and columns <= FEW_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +296,11 @@ class _Model:
         self.rows = -(-work.m // tile.block_m)
         self.columns = sum(-(-n // self.out_n) for n in work.columns)
         self.tiles = self.rows * self.columns * work.batch
-        self.stripe = stripe(tile, self.rows, self.columns, work.a_bytes is not None)
-        self.group_m = tile.group_m or self.stripe
+        windows = work.a_bytes is not None
+        best = stripe(tile, self.rows, self.columns, windows)
+        self.group_m = tile.group_m or best
+        few = _has_few_columns(tile, self.columns, windows)
+        self.shares_most = few and self.group_m == best
         cluster = tile.split * tile.multicast
         clusters = clusters_on_device(cluster, 1, hw)
         if cluster > 2:
@@ -365,8 +375,7 @@ class _Model:
         line at the same time get it together. Neighbours share columns.
         """
         f, t = self.fitted, self.tile
-        few = self.columns <= FEW_COLUMNS and t.split == 1 and self.work.a_bytes is None
-        if few and self.group_m == self.stripe:
+        if self.shares_most:
             from_a = f.same_rows if self.columns > 1 else 1.0
             from_b = f.near_columns if self.rows > 1 else 1.0
         else:
@@ -378,7 +387,7 @@ class _Model:
         return from_a, from_b / t.multicast
 
     def _shared_otherwise(self) -> tuple[float, float]:
-        """The same in another order than that of `stripe`."""
+        """The same in other orders than that of few columns."""
         f = self.fitted
         whole, rest = divmod(self.rows, self.group_m)
         from_a = from_b = 0.0
