@@ -88,6 +88,9 @@ FORMS = {
     ),
     "depthwise_by_channels": plain(channels=72, filters=72, groups=72, data_layout="NHWC"),
     "transposed": Conv((6, 7), (3, 3), 16, 20, strides=(2, 2), padding=(1,) * 4, transposed=True),
+    "transposed_one_element": Conv(
+        (6, 1), (3, 1), 16, 20, strides=(2, 2), transposed=True, output_padding=(0, 1)
+    ),
     "transposed_one_filter": Conv((9, 7), (4, 4), 32, 1, strides=(2, 2), transposed=True),
     "winograd": plain(sizes=(27, 19), channels=33, filters=40, epilogue="residual"),
     "winograd_along_filters": plain(channels=48, filters=68, epilogue="channels_moved"),

@@ -317,6 +317,23 @@ def test_phases_that_meet_no_tap_are_zeros_behind_which_the_epilogue_runs():
     check(conv, SIMT.emit(read(conv), H200, SIMT.rank(read(conv), H200, POLICY)[0][1]))
 
 
+ONE = Conv((3, 1), (3, 1), 8, 16, strides=(2, 2), transposed=True, output_padding=(0, 1))
+"""Data of one element along an axis, beside which there are results of no element."""
+
+
+@pytest.mark.parametrize("form", ["mma", "simt"])
+@pytest.mark.parametrize(
+    "conv", [ONE, replace(ONE, sizes=(1, 4), kernel=(1, 3), output_padding=(1, 0))]
+)
+def test_data_of_one_element_is_read_at_its_place(conv, form):
+    """The simplifier leaves no axis in an index that is 0 wherever it is read."""
+    if form == "mma":
+        conv = replace(conv, dtype="float16")
+        check(conv, MMA.emit(read(conv), H200, TILES[0]))
+    else:
+        check(conv, SIMT.emit(read(conv), H200, SIMT.rank(read(conv), H200, POLICY)[0][1]))
+
+
 def test_more_phases_than_segments_meet_zeros():
     """7 x 6 taps at steps of 1 / 6 and 1 / 5: the phases of one window are enough."""
     conv, _ = KINDS["more phases than segments"]

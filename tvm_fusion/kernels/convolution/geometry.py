@@ -397,6 +397,7 @@ class _Reader:
         windows, channel_dim = [], None
         group = channels = None
         forms = [self._expanded(index, ranges) for index in load.indices]
+        forms = self._with_pinned(forms, ranges)
         shared = [{v for v in at if v in in_weights - self.reduced} for (at, _), *_ in forms]
         for dim, (at, expansion, repeats) in enumerate(forms):
             # Beside a dimension of groups, taps alone are a window of one position.
@@ -518,6 +519,26 @@ class _Reader:
         if divisor == 1 or ranges.divides(at, divisor):
             return at, divisor, 1
         return at, 1, divisor
+
+    def _with_pinned(
+        self, forms: Sequence[tuple[Linear, int, int]], ranges: Ranges
+    ) -> list[tuple[Linear, int, int]]:
+        """Indices as they are, those that conditions leave one value as what is bounded: an element
+        of data that has one is read at 0, which is ``h`` under ``0 <= h < 1``.
+        """
+        taken = {v for (coefficients, _), *_ in forms for v in coefficients}
+        pinned = [
+            (form, first)
+            for form, first in ranges.pinned(self.axes)
+            if not taken & set(form) and not set(form) <= self.reduced
+        ]
+        found = []
+        for at, expansion, repeats in forms:
+            if not at[0] and pinned:
+                form, first = pinned.pop(0)
+                at = form, at[1] - first
+            found.append((at, expansion, repeats))
+        return found
 
     def _quotient(self, index: Expr) -> tuple[Linear, int]:
         """An index as a linear form over a number, rounded down."""

@@ -42,10 +42,14 @@ class Ranges:
                     shifted = at[0], at[1] - int(number(b))
                     self.multiples.append((shifted, abs(int(number(a.b)))))
                     return
-        bound = lower_bound(condition, linear)
-        if bound is None:
-            raise Unsupported("data that is read under another condition than padding")
-        self.bounds.append(bound)
+            halves = [tirx.GE(a, b), tirx.LE(a, b)]
+        else:
+            halves = [condition]
+        for half in halves:
+            bound = lower_bound(half, linear)
+            if bound is None:
+                raise Unsupported("data that is read under another condition than padding")
+            self.bounds.append(bound)
 
     def divides(self, at: Linear, expansion: int) -> bool:
         """Whether a condition says that the linear form is a multiple."""
@@ -57,21 +61,42 @@ class Ranges:
         return False
 
     def of(self, at: Linear, expansion: int) -> tuple[int | None, int | None]:
-        """The least index, and the first one beyond the last, that conditions leave."""
+        """The least index, and the first one beyond the last, that conditions leave; these are
+        said by it from now on.
+        """
+        low, high, said = self._limits(at, expansion)
+        self.used |= said
+        return low, high
+
+    def _limits(self, at: Linear, expansion: int = 1) -> tuple[int | None, int | None, set[int]]:
+        """The same, and which conditions say it."""
         low: int | None = None
         high: int | None = None
+        said = set()
         for i, form in enumerate(self.bounds):
             times = _times(at[0], form[0])
             if times is None:
                 continue
-            self.used.add(i)
+            said.add(i)
             if times > 0:  # at = times * form + c, and form >= 0
                 least = -((times * form[1] - at[1]) // expansion)
                 low = least if low is None else max(low, least)
             else:
                 end = (at[1] - times * form[1]) // expansion + 1
                 high = end if high is None else min(high, end)
-        return low, high
+        return low, high, said
+
+    def least(self, form: Mapping[Var, int], axes: Mapping[Var, Axis]) -> int:
+        """The least value of a form that axes and conditions leave."""
+        low, _, _ = self._limits((dict(form), 0))
+        least = sum(min(0, n * (int(axes[v].extent) - 1)) for v, n in form.items())
+        return least if low is None else max(low, least)
+
+    def most(self, form: Mapping[Var, int], axes: Mapping[Var, Axis]) -> int:
+        """The largest one."""
+        _, end, _ = self._limits((dict(form), 0))
+        most = sum(max(0, n * (int(axes[v].extent) - 1)) for v, n in form.items())
+        return most if end is None else min(end - 1, most)
 
     def forms(self) -> list[dict[Var, int]]:
         """The coefficients that conditions bound, each once."""
@@ -79,6 +104,18 @@ class Ranges:
         for coefficients, _ in self.bounds:
             if coefficients and not any(_times(coefficients, known) for known in found):
                 found.append(coefficients)
+        return found
+
+    def pinned(self, axes: Mapping[Var, Axis]) -> list[tuple[dict[Var, int], int]]:
+        """The forms that conditions and axes leave one value, and it."""
+        found = []
+        for form in self.forms():
+            if not all(isinstance(axes[v].extent, int) for v in form):
+                continue
+            rising = form if max(form.values()) > 0 else {v: -n for v, n in form.items()}
+            least = self.least(rising, axes)
+            if least == self.most(rising, axes):
+                found.append((rising, least))
         return found
 
     def check(self) -> None:
@@ -119,7 +156,7 @@ def floored(value: Expr, ranges: Ranges, axes: Mapping[Var, Axis]) -> Expr:
         if var is None or taken & set(form):
             continue
         taken |= set(form)
-        low, high = (f(form, ranges, axes) for f in (_first, _last))
+        low, high = ranges.least(form, axes), ranges.most(form, axes)
         coordinate = Axis(fresh_var("at", INDEX), max(1, high - low + 1))
         rest = _sum({v: n for v, n in form.items() if v is not var})
         own = coordinate.var + constant(low, INDEX) - rest
@@ -143,20 +180,6 @@ def floored(value: Expr, ranges: Ranges, axes: Mapping[Var, Axis]) -> Expr:
         return tirx.BufferLoad(expr.source, [substitute(i, back) for i in inside])
 
     return visit(value)
-
-
-def _first(form: Mapping[Var, int], ranges: Ranges, axes: Mapping[Var, Axis]) -> int:
-    """The least value of a form that axes and conditions leave."""
-    low, _ = ranges.of((dict(form), 0), 1)
-    least = sum(min(0, n * (int(axes[v].extent) - 1)) for v, n in form.items())
-    return least if low is None else max(low, least)
-
-
-def _last(form: Mapping[Var, int], ranges: Ranges, axes: Mapping[Var, Axis]) -> int:
-    """The largest one."""
-    _, end = ranges.of((dict(form), 0), 1)
-    most = sum(max(0, n * (int(axes[v].extent) - 1)) for v, n in form.items())
-    return most if end is None else min(end - 1, most)
 
 
 def _sum(form: Mapping[Var, int]) -> Expr:
