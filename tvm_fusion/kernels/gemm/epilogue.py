@@ -231,6 +231,16 @@ class EpilogueLoad:
         return "m" in self.groups
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether each element has its own."""
+        return self.per_row and self.per_column
+
+    @property
+    def words_of_piece(self) -> int:
+        """Registers that hold a thread's of 16 columns: two groups, of one or two rows."""
+        return 2 * (2 if self.per_row else 1) * (1 if self.paired else 2)
+
+    @property
     def paired(self) -> bool:
         """Whether columns 2 i and 2 i + 1 are the halves of one aligned 32-bit word."""
         aligned = self.access is not None and self.access.aligned(2, "n")

@@ -1,4 +1,4 @@
-"""What the epilogue of the Hopper GEMM loads from global memory, one piece ahead."""
+"""What an epilogue of tensor cores' sums loads from global memory, one piece ahead, or one part."""
 
 from __future__ import annotations
 
@@ -19,15 +19,22 @@ from .layout import Layout
 class Fetch:
     """Loads of all segments' epilogues; `loads` holds those of each segment.
 
-    `in_place`: there are no registers to read ahead of use, by `now` alone.
+    `in_place`: there are no registers to read ahead of use, by `now` alone. `by_parts`: what is
+    read for each element, a residual, comes in for all columns of a warp's 16 rows at once, by
+    `part_ahead`, so that memory is waited for once a tile and not at each 16 rows.
     """
 
     def __init__(
-        self, layout: Layout, loads: list[tuple[EpilogueLoad, ...]], in_place: bool = False
+        self,
+        layout: Layout,
+        loads: list[tuple[EpilogueLoad, ...]],
+        in_place: bool = False,
+        by_parts: bool = False,
     ):
         self.layout, self.frame, self.in_place = layout, layout.kernel.frame, in_place
+        self.by_parts = by_parts
         pool: dict[tuple[int, str], list[Expr]] = {}
-        self.kept = [_with_registers(found, pool) for found in loads]
+        self.kept = [self._with_registers(found, pool) for found in loads]
 
     def once(self, tile: Tile) -> None:
         """Emits the loads of what is the same for all columns of a tile."""
@@ -45,8 +52,21 @@ class Fetch:
             return
         for number, own in self._segments(tile, per_column=True):
             for load, registers in self.kept[number]:
-                if load.per_column:
+                if load.per_column and not self._of_part(load):
                     self._read_piece(number, load, registers, own, chunk)
+
+    def part_ahead(self, part: int, tile: Tile) -> None:
+        """Emits the loads of a part of 16 rows that come in at once; parts take turns."""
+        layout, present = self.layout, self.layout.part
+        layout.part = part
+        for number, own in self._segments(tile, per_column=True):
+            for load, registers in self.kept[number]:
+                for chunk in range(layout.plan.chunks) if self._of_part(load) else ():
+                    self._read_piece(number, load, registers, own, chunk)
+        layout.part = present
+
+    def _of_part(self, load: EpilogueLoad) -> bool:
+        return self.by_parts and load.is_matrix
 
     def value(
         self, load: EpilogueLoad, registers: Expr, chunk: int, group: int, half: int, v: int
@@ -54,7 +74,7 @@ class Fetch:
         """What was loaded for an element, widened."""
         if not load.per_column:
             return convert(registers[half], dtype_of(load.var))
-        at = registers[_slot(load, chunk, group, half, v)]
+        at = registers[self._slot(load, chunk, group, half, v)]
         return half_of(load.dtype, at, v) if load.paired else convert(at, dtype_of(load.var))
 
     def _segments(self, tile: Tile, per_column: bool) -> Iterator[tuple[int, Tile]]:
@@ -95,7 +115,7 @@ class Fetch:
         segment = layout.problem.segments[number]
         column = layout.column(tile, chunk, group) + v
         column = layout.existing_column(segment, column, 2 if load.paired else 1)
-        at = _slot(load, *place)
+        at = self._slot(load, *place)
         self._read(number, load, registers, at, tile, layout.row(tile, half), column)
 
     def _read(
@@ -118,34 +138,33 @@ class Fetch:
         else:
             T.buffer_store(registers, source[tuple(indices)], [at])
 
+    def _with_registers(
+        self, loads: Iterable[EpilogueLoad], pool: dict[tuple[int, str], list[Expr]]
+    ) -> list[tuple[EpilogueLoad, Expr]]:
+        """A segment's loads and their registers, those of `pool` first: a tile has one segment, so
+        that segments share them.
+        """
+        found, taken = [], Counter()
+        for load in loads:
+            kind = self._registers(load)
+            known = pool.setdefault(kind, [])
+            if taken[kind] == len(known):
+                known.append(T.alloc_local(kind[:1], kind[1]))
+            found.append((load, known[taken[kind]]))
+            taken[kind] += 1
+        return found
 
-def _with_registers(
-    loads: Iterable[EpilogueLoad], pool: dict[tuple[int, str], list[Expr]]
-) -> list[tuple[EpilogueLoad, Expr]]:
-    """A segment's loads and their registers, those of `pool` first: a tile has one segment, so that
-    segments share them.
-    """
-    found, taken = [], Counter()
-    for load in loads:
-        kind = _registers(load)
-        known = pool.setdefault(kind, [])
-        if taken[kind] == len(known):
-            known.append(T.alloc_local(kind[:1], kind[1]))
-        found.append((load, known[taken[kind]]))
-        taken[kind] += 1
-    return found
+    def _registers(self, load: EpilogueLoad) -> tuple[int, str]:
+        """Number and dtype of a load's registers: one for each row, or two pieces or parts."""
+        if not load.per_column:
+            return 2, load.dtype
+        pieces = 2 * self.layout.plan.chunks if self._of_part(load) else 2
+        return pieces * load.words_of_piece, "uint32" if load.paired else load.dtype
 
-
-def _registers(load: EpilogueLoad) -> tuple[int, str]:
-    """Number and dtype of a load's registers: one for each row, or two pieces of two groups."""
-    rows = 2 if load.per_row else 1
-    if not load.per_column:
-        return 2, load.dtype
-    return (4 * rows, "uint32") if load.paired else (8 * rows, load.dtype)
-
-
-def _slot(load: EpilogueLoad, chunk: int, group: int, half: int, v: int) -> int:
-    """Where in its registers an element of a piece lies; pieces take turns."""
-    rows = 2 if load.per_row else 1
-    at = (chunk % 2 * 2 + group) * rows + (half if load.per_row else 0)
-    return at if load.paired else at * 2 + v
+    def _slot(self, load: EpilogueLoad, chunk: int, group: int, half: int, v: int) -> int:
+        """Where in its registers an element of a piece lies; pieces take turns, or parts."""
+        rows, piece = 2 if load.per_row else 1, chunk % 2
+        if self._of_part(load):
+            piece = self.layout.part % 2 * self.layout.plan.chunks + chunk
+        at = (piece * 2 + group) * rows + (half if load.per_row else 0)
+        return at if load.paired else at * 2 + v

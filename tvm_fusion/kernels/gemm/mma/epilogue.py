@@ -115,7 +115,8 @@ class Epilogue:
 
     Wide outputs pass through shared memory (`ring`, free by then), 16 rows of a warp at a time, and
     leave in stores of 16 bytes, a whole row of the warp's tile at once; others in pairs. Where that
-    memory is `own`, for nothing else, warps do not wait for each other.
+    memory is `own`, for nothing else, warps do not wait for each other. With `by_parts` what is
+    read for each element of the first 16 rows is asked for by `begin`, the rest 16 rows ahead.
     """
 
     def __init__(
@@ -128,12 +129,13 @@ class Epilogue:
         ring_size: int,
         wide: bool = True,
         own: bool = False,
+        by_parts: bool = False,
     ):
         frame, config = layout.frame, layout.config
         self.frame, self.segment, self.config, self.tile = frame, segment, config, tile
         self.sums, self.ring, self.own = sums, ring, own
         self.layout = layout
-        self.fetch = Fetch(layout, [segment.loads])
+        self.fetch = Fetch(layout, [segment.loads], by_parts=by_parts)
         self.partials = Partials(frame, layout)
         self.reads_in_place = reads_in_place(segment.bindings, segment.outputs)
         self.partners = segment.segment.partners
@@ -149,12 +151,18 @@ class Epilogue:
                 self.wide[position] = len(self.wide) * config.warps * self.panel.size
         self.warp = T.Bind(layout.thread // 32)
 
+    def begin(self) -> None:
+        """Emits the first loads, before the sums are there."""
+        self.fetch.part_ahead(0, self.tile)
+
     def emit(self) -> None:
         """Emits all pieces."""
         if self.wide and not self.own:
             T.evaluate(T.cuda.cta_sync())
         for part in range(self.config.tiles_m):
             self.layout.part = part
+            if part + 1 < self.config.tiles_m:
+                self.fetch.part_ahead(part + 1, self.tile)
             self.fetch.once(self.tile)
             self.fetch.ahead(0, self.tile)
             if part and self.wide:

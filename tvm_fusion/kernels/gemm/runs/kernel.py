@@ -2,6 +2,7 @@
 
     weights of the block's filters -> shared memory, lines filled up with zeros to multiples of 8
     for each tile of positions:
+        a residual of its first rows starts on its way to registers, those of others 16 rows ahead
         the lines of the next tile's data start on their way (cp.async)
         for 16 terms at a time:  fragments of A, of B (ldmatrix), mma.sync
         epilogue, as that of other products
@@ -161,17 +162,21 @@ class _Kernel:
         with T.serial(0, turns, unroll=False) as turn:
             number = T.Bind(self.slot + turn * slots)
             stage = T.Bind(turn % STAGES)
+            sums = T.alloc_local((self.config.tiles_m * self.config.tiles_n * 4,), "float32")
+            epilogue = self._epilogue(number, sums) if self.shape.words_ahead else None
+            if epilogue is not None:
+                epilogue.begin()
             if self.patch.is_async:
                 T.evaluate(wait_async(0))
             T.evaluate(T.cuda.cta_sync())
             following = turn + 1 < turns
             with T.If(following), T.Then():
                 self.patch.load(self._origin(T.Bind(number + slots)), 1 - stage)
-            sums = self._multiply(stage)
+            self._multiply(stage, sums)
             if not self.patch.is_async:
                 with T.If(following), T.Then():
                     self.patch.store(1 - stage)
-            self._finish(self._origin(number), sums)
+            (epilogue or self._epilogue(number, sums)).emit()
 
     def _origin(self, number: Expr) -> dict[int, Expr]:
         """The first position of a tile along each window."""
@@ -276,12 +281,10 @@ class _Kernel:
                 parts.append(T.Select(inside, T.uint32(bits), T.uint32(0)))
             self.masks[octet] = T.Bind(T.bitwise_or(*parts))
 
-    def _multiply(self, stage: Expr) -> Expr:
+    def _multiply(self, stage: Expr, sums: Expr) -> None:
         """The sums of a tile."""
         s, c, p = self.shape, self.config, self.problem
-        size = c.tiles_m * c.tiles_n * 4
-        sums = T.alloc_local((size,), "float32")
-        with T.serial(size, unroll=True) as i:
+        with T.serial(c.tiles_m * c.tiles_n * 4, unroll=True) as i:
             T.buffer_store(sums, T.float32(0), [i])
         self._places(stage)
         row = self.lane // 16 * 8 + self.lane % 8
@@ -301,7 +304,6 @@ class _Kernel:
                 right = b.ptr_to([half * c.tiles_n * 2 + j * 2])
                 into = sums.ptr_to([(i * c.tiles_n + j) * 4])
                 T.evaluate(multiply(p.dtype, p.dtype, 2 * OCTET, into, left, right))
-        return sums
 
     def _places(self, stage: Expr) -> None:
         """Where the runs of a thread's positions start in a stage, each with its lane's word; those
@@ -388,11 +390,13 @@ class _Kernel:
 
     # ---- results
 
-    def _finish(self, origin: Mapping[int, Expr], sums: Expr) -> None:
+    def _epilogue(self, number: Expr, sums: Expr) -> Epilogue:
+        """That of a tile."""
         place = (self.thread, self.lane, self.warp_row, self.warp_column)
-        layout = TileLayout(self.frame, self.shape, place, origin)
+        layout = TileLayout(self.frame, self.shape, place, self._origin(number))
         zero = constant(0, self.frame.index)
         tile = Tile(zero, zero, self.column_tile)
         held = {self.problem.accumulator: sums}
         segment, size = self.problem.segment, max(16, self.shape.staging_bytes)
-        Epilogue(layout, segment, tile, held, self.staging, size, own=True).emit()
+        ring = self.staging, size
+        return Epilogue(layout, segment, tile, held, *ring, own=True, by_parts=True)

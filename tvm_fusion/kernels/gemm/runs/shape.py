@@ -13,6 +13,7 @@ from ....errors import Unsupported
 from ...gpu.product_frame import ceil_div
 from ...program.expr import HALF_DTYPES, constant, convert
 from ...program.program import Extent
+from ..mma.epilogue import CHUNK as PIECE
 from ..mma.plan import TERM_BYTES, WarpTiles
 from ..mma.units import CHUNK
 from .problem import OCTET, Runs
@@ -148,10 +149,16 @@ class Shape:
         return -(-self.patch_lines * self.pieces // self.config.threads)
 
     @property
+    def words_ahead(self) -> int:
+        """Registers of a thread that hold what is read for each element: 16 rows, and the next."""
+        words = sum(x.words_of_piece for x in self.problem.segment.loads if x.is_matrix)
+        return words * (self.config.warp_n // PIECE) * min(2, self.config.tiles_m)
+
+    @property
     def registers(self) -> int:
         """Estimate of a thread's: with few steps not all sums are there at once."""
         c = self.config
-        sums = c.tiles_m * c.tiles_n * 4 * min(5, self.steps + 1) // 5
+        sums = c.tiles_m * c.tiles_n * 4 * min(5, self.steps + 1) // 5 + self.words_ahead
         fragments = min(2, self.steps) * (c.tiles_m * 4 + c.tiles_n * 2)
         through = 2 * self.held if self.problem.piece == 1 else 0
         places = c.tiles_m
