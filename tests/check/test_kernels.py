@@ -68,6 +68,28 @@ def test_kernels_of_equal_layers_are_checked_once():
     torch.testing.assert_close(found[1](X), Layers(5)(X).detach())
 
 
+class Halved(nn.Module):
+    """A view between two products."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = (x.T @ x).reshape(24, 96)
+        return wide @ wide.T
+
+
+def test_views_are_no_kernels():
+    model = planned_function(Halved(), "llvm", example_inputs=(X,))
+    plan = unfused_plan(model.graph, model.hw, model.policy)
+    views = [group for group in plan.groups if group.kernel_class == "view"]
+    found = kernels.kernels_checked(replace(model, plan=plan).build())
+    assert found.verification.passed
+    assert found.kernels == len(plan.groups) - len(views) < len(plan.groups)
+
+
+def test_a_module_without_kernels_is_checked_as_a_whole():
+    nothing = planned_function(nn.Identity(), "llvm", example_inputs=(X,))
+    assert kernels.kernels_checked(nothing.build()) is None
+
+
 def test_all_of_it_is_computed_in_float64_where_that_is_asked_for():
     full = tvm_fusion.compile(Layers(2), "llvm", example_inputs=(X,), verify="full").report.verify
     assert full.passed

@@ -34,6 +34,7 @@ from tvm.ir import Call
 from ..errors import DividedByZero, OutOfRange
 from ..flow.planned import BuiltPlan
 from ..host.stages import stage, stepped
+from ..ir.graph import OpKind
 from ..ir.parts import part_of
 from ..ir.weights import numbers, weight_of
 from ..plan.plan import FREE
@@ -158,11 +159,14 @@ class _Case:
 
 
 def _cases(made: BuiltPlan, calls: Mapping[str, _Call]) -> dict[str, _Case] | None:
-    """What each kernel is to compute, by its name; None where that is not known of one."""
+    """What each kernel is to compute, by its name; None where that is not known of one, or there
+    are none. Views are no kernels: nothing runs.
+    """
     low, graph, plan = made.planned.low, made.planned.graph, made.planned.plan
     planned = made.materialized.groups
     groups = {n: g for n, g in planned.items() if g.kernel_class not in FREE}
-    others = {n: c for n, c in calls.items() if c.written is not None or n not in planned}
+    free = planned.keys() | {op.func for op in graph.ops if op.kind is OpKind.VIEW}
+    others = {n: c for n, c in calls.items() if c.written is not None or n not in free}
     if not calls.keys() - others.keys() >= groups.keys():
         return None
     cases = {}
@@ -180,7 +184,7 @@ def _cases(made: BuiltPlan, calls: Mapping[str, _Call]) -> dict[str, _Case] | No
             return None
         cases[name] = _Case(alone, len(call.arguments), call.results)
     known = all(len(calls[name].arguments) == case.count for name, case in cases.items())
-    return cases if known else None
+    return cases if known and cases else None
 
 
 def _read(main: relax.Function) -> list[int] | None:
