@@ -37,6 +37,22 @@ def fresh_dynamo():
 
 
 @pytest.fixture
+def drivers(monkeypatch):
+    """What "captures" the calls of compiled modules, in the order in which these were made."""
+    import tvm_fusion.compilation.compiler as compiler
+
+    compile_, made = compiler.compile, []
+
+    def captured(*args, **options):
+        module = compile_(*args, **options)
+        made.append(capture_on_cpu(monkeypatch, module))
+        return module
+
+    monkeypatch.setattr(compiler, "compile", captured)
+    return made
+
+
+@pytest.fixture
 def modules(monkeypatch):
     """The compiled modules, in the order in which they were made."""
     import tvm_fusion.compilation.compiler as compiler
@@ -333,17 +349,7 @@ def test_caches_are_written_in_place_where_nothing_reads_the_old_one(
     assert [len(module.writes) for module in modules] == [writes]
 
 
-def test_captured_calls_write_a_cache_in_place_step_by_step(monkeypatch):
-    import tvm_fusion.compilation.compiler as compiler
-
-    compile_, drivers = compiler.compile, []
-
-    def captured(*args, **options):
-        module = compile_(*args, **options)
-        drivers.append(capture_on_cpu(monkeypatch, module))
-        return module
-
-    monkeypatch.setattr(compiler, "compile", captured)
+def test_captured_calls_write_a_cache_in_place_step_by_step(drivers):
     run = compiled(attend)
     caches = [torch.zeros(2, 64, 16) for _ in range(2)]
     twins = [cache.clone() for cache in caches]
@@ -358,12 +364,37 @@ def test_captured_calls_write_a_cache_in_place_step_by_step(monkeypatch):
     assert len(driver.said("launch")) == 127
 
 
+def test_captured_calls_write_counters_whose_old_value_nobody_reads(drivers):
+    def step(x, position, set_anew, counted):
+        set_anew.copy_(position)
+        set_anew.add_(1)
+        counted.add_(1)
+        return torch.softmax(x, -1) * counted
+
+    run = compiled(step)
+    for number in range(4):
+        counters = torch.tensor(9), torch.tensor(number)
+        twins, versions = [c.clone() for c in counters], [c._version for c in counters]
+        given = torch.randn(2, 8), torch.tensor(3 * number)
+        with Called() as called:
+            result = run(*given, *counters)
+        torch.testing.assert_close(result, step(*given, *twins))
+        assert list(counters) == twins
+        assert all(c._version > v for c, v in zip(counters, versions, strict=True))
+    assert [len(driver.said("launch")) for driver in drivers] == [3]
+    assert [len(lists[0]) for lists in called.lists("_foreach_copy_.default")] == [1]  # `counted`
+
+
 class Called(TorchDispatchMode):
     """The operators that torch runs."""
 
     def __init__(self):
         super().__init__()
-        self.names = []
+        self.names, self.given = [], []
+
+    def lists(self, name):
+        """What calls of an operator were given."""
+        return [given for known, given in zip(self.names, self.given, strict=True) if known == name]
 
     @classmethod
     def ignore_compile_internals(cls):
@@ -371,6 +402,7 @@ class Called(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.names.append(function.__name__)
+        self.given.append(args)
         return function(*args, **(kwargs or {}))
 
 

@@ -22,7 +22,7 @@ from tvm_fusion.frontends.torch.graphs import from_graph
 from tvm_fusion.frontends.torch.refusals import OperatorsRefused
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 from tvm_fusion.torch_backend.options import BackendOptions
-from tvm_fusion.torch_backend.part_graphs import OfTensors, ReadyPart, SizesUnknown, ready
+from tvm_fusion.torch_backend.part_graphs import Given, OfTensors, ReadyPart, SizesUnknown, ready
 from tvm_fusion.torch_backend.partition import is_operator
 from tvm_fusion.transform.layouts.memory_formats import takes_formats
 
@@ -109,12 +109,16 @@ class PartCalls:
     def _update(
         self, inputs: Sequence[Any], results: Sequence[torch.Tensor], in_place: Collection[int]
     ) -> None:
-        """Write new values into inputs; where that is done, tell torch of it."""
-        copied = [pair for pair in self._updates if pair[0] not in in_place]
+        """Write new values into inputs where that is not done, and tell torch of all of it."""
+        copied = [
+            (inputs[number], results[result])
+            for number, result in self._updates
+            if number not in in_place and results[result] is not None
+        ]
         if copied:  # counters of all layers of a cache, on a GPU in one launch
-            targets, values = zip(*((inputs[i], results[r]) for i, r in copied), strict=True)
-            torch._foreach_copy_(targets, values)
-        increment_version([x for x in map(inputs.__getitem__, in_place) if not x.is_inference()])
+            torch._foreach_copy_(*zip(*copied, strict=True))
+        written = [inputs[number] for number, _ in self._updates]
+        increment_version([x for x in written if not x.is_inference()])
 
     def _find(self, inputs: Sequence[Any]) -> "_Build":
         """The build for inputs that the latest one does not fit."""
@@ -312,6 +316,13 @@ class _Run:
         self._module, self._made, self._device = module, made, device
         self.in_place = made.in_place.keys()
         module.unread = frozenset(result for i, result in updates if i in made.in_place)
+        taken = {i: given for given, (i, order) in enumerate(made.tensors) if order is None}
+        module.renewed = {
+            result: taken[i]
+            for i, result in updates
+            if i in taken and i not in made.in_place and module.own[result]
+            if made.results[result] == Given(None, device)
+        }
         self._shared = [i for i, own in enumerate(module.own) if not own and i not in module.unread]
         numbers = [i for i, _ in made.tensors]
         self._pick = picker(numbers)

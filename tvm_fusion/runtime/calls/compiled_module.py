@@ -113,6 +113,10 @@ class CompiledModule:
         The outputs that have memory of their own, which a NumPy array of the caller can be.
     unread : frozenset of int
         Outputs that callers do not look at: what they get in their places may be None.
+    renewed : mapping of int to int
+        Outputs that callers write into inputs, by the numbers of both, and do not look at
+        otherwise. A captured call that reads nothing of such an input writes there itself, and
+        gives None.
     """
 
     report = Later()
@@ -146,6 +150,7 @@ class CompiledModule:
         self.writes: tuple[int, ...] = built.writes if built else ()
         self.own: tuple[bool, ...] = built.own if built else ()
         self._unread: frozenset[int] = frozenset()
+        self._renewed: Mapping[int, int] = {}
         self._again: RepeatedCall | None = None
         self._graph_mode = GraphMode()
         self._source: SourceCalls | None = None
@@ -258,6 +263,16 @@ class CompiledModule:
     @unread.setter
     def unread(self, value: frozenset[int]) -> None:
         self._unread = value
+        self.cuda_graph = self.cuda_graph
+
+    @property
+    def renewed(self) -> Mapping[int, int]:
+        """See the attributes of the class; calls that were made ready before are dropped."""
+        return self._renewed
+
+    @renewed.setter
+    def renewed(self, value: Mapping[int, int]) -> None:
+        self._renewed = dict(value)
         self.cuda_graph = self.cuda_graph
 
     @property

@@ -98,6 +98,10 @@ class CapturedCall:
         self._at = wanted
         self._recording.commit()
 
+    def reads(self, number: int) -> bool:
+        """Whether a kernel or an output has to do with an input, of this number of its tensors."""
+        return bool(self._slots[number]) or any(r.of_input == number for r in self.results)
+
     def launch(self, stream: int) -> None:
         """Launch it on a stream, after its earlier launches on whatever streams."""
         recording = self._recording

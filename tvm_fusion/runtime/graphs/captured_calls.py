@@ -6,8 +6,9 @@ pointers of the kernels move when those of the tensors do. Nothing is copied.
 
 import functools
 import logging
+import operator
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,9 @@ class GraphedCalls:
     driver : CudaDriver
     unread : container of int
         Outputs that are None where inputs are torch's.
+    renewed : mapping of int to int
+        Outputs that are new values of inputs, which launches may write there: see
+        `CompiledModule.renewed`.
 
     Attributes
     ----------
@@ -65,10 +69,12 @@ class GraphedCalls:
         options: CudaGraphOptions,
         driver: CudaDriver,
         unread: Container[int] = (),
+        renewed: Mapping[int, int] | None = None,
     ) -> None:
         self.refusal: str | None = None
         self._vm, self._device, self._signature = vm, device, signature
-        self._options, self._driver, self._unread = options, driver, unread
+        self._options, self._driver = options, driver
+        self._unread, self._renewed = unread, renewed or {}
         self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
         self._by_torch: dict[tuple[TorchInput, ...], Key] = {}
         self._last: _Graph | None = None
@@ -115,7 +121,7 @@ class GraphedCalls:
         captured = self.captured(arguments)
         torch_inputs = describe_torch(inputs, self._device)
         static = self._options.static_outputs
-        graph = _Graph(captured, torch_inputs, static, self._device, self._unread)
+        graph = _Graph(captured, torch_inputs, static, self._device, self._unread, self._renewed)
         self._graphs[key] = self._last = graph
         if torch_inputs:
             self._by_torch[torch_inputs] = key
@@ -205,12 +211,14 @@ class _Graph:
         torch_inputs: tuple[TorchInput, ...],
         static: bool,
         device: tvm.runtime.Device,
-        unread: Container[int] = (),
+        unread: Container[int],
+        renewed: Mapping[int, int],
     ) -> None:
         self.captured = captured
         like = [(device, shape, name_of(dtype)) for dtype, shape, _ in torch_inputs]
         self._checked = CheckedTensors(like) if like and can_check() else None
-        self._results = Results(captured.results, captured.outputs, device, unread)
+        renewed = {} if static else {o: i for o, i in renewed.items() if not captured.reads(i)}
+        self._results = Results(captured.results, captured.outputs, device, unread, renewed)
         self._static = self._results.own(captured.outputs) if static else None
         self._static_torch: list[Any] = []
         self._regions = [Region.of(tensor) for tensor in self._static or ()]
@@ -234,7 +242,7 @@ class _Graph:
         results, captured = self._results, self.captured
         if self._static is None:
             own = results.new_torch()
-            captured.move(pointers, [tensor.data_ptr() for tensor in own])
+            captured.move(pointers, results.addresses(own, pointers))
         else:
             if not self._static_torch:
                 self._static_torch = [from_tvm(t, Kind.TORCH, None) for t in self._static]
@@ -312,6 +320,9 @@ class Results:
     device : tvm.runtime.Device
     unread : container of int
         Outputs that are None among those of torch, unless they are new tensors.
+    renewed : mapping of int to int
+        Outputs that are written into the memory of an input that nothing reads, and are None among
+        those of torch, unless they are views or others are views of them.
     """
 
     def __init__(
@@ -320,13 +331,36 @@ class Results:
         example: Any,
         device: tvm.runtime.Device,
         unread: Container[int] = (),
+        renewed: Mapping[int, int] | None = None,
     ) -> None:
         self._outputs, self._device = tuple(outputs), device
         self._written = [output for output in outputs if output.is_own]
         self._form = _form(example, iter(range(len(outputs))))
         self._is_one = isinstance(self._form, _Place) and bool(self._written)
-        is_flat = isinstance(self._form, tuple) and len(self._form) == len(outputs)
+        is_flat = isinstance(self._form, tuple) and all(isinstance(f, _Place) for f in self._form)
         self._unread = frozenset(i for i in range(len(outputs)) if is_flat and i in unread)
+        bases = {output.of_output for output in outputs}
+        self._inputs = {  # by the output that is written there
+            number: given
+            for number, given in (renewed or {}).items()
+            if is_flat and outputs[number].is_own and number not in bases
+        }
+        numbers = [number for number, output in enumerate(outputs) if output.is_own]
+        self._into = [self._inputs.get(number) for number in numbers]
+        new = [number for number in numbers if number not in self._inputs]
+        self._pick = self._picked(new) if is_flat else None
+
+    def _picked(self, new: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]] | None:
+        """What makes the result of the new tensors and a None behind them, which takes a
+        microsecond; None where views have to be made.
+        """
+        place = {number: i for i, number in enumerate(new)}
+        left_out = self._unread | self._inputs.keys()
+        if len(self._outputs) < 2 or not left_out.issuperset(
+            range(len(self._outputs)) - place.keys()
+        ):
+            return None
+        return operator.itemgetter(*(place.get(i, len(new)) for i in range(len(self._outputs))))
 
     def own(self, example: Any) -> list[Any]:
         """The tensors that the captured call writes, of what it returned."""
@@ -340,15 +374,27 @@ class Results:
     @functools.cached_property
     def new_torch(self) -> Callable[[], tuple[Any, ...]]:
         """A function that makes the same of torch."""
-        return maker([(output.shape, output.dtype) for output in self._written], self._device)
+        pairs = zip(self._written, self._into, strict=True)
+        return maker([(o.shape, o.dtype) for o, into in pairs if into is None], self._device)
+
+    def addresses(self, new: Sequence[Any], inputs: Sequence[int]) -> list[int]:
+        """Where a call writes, given these tensors and where the inputs lie."""
+        if not self._inputs:
+            return [tensor.data_ptr() for tensor in new]
+        left = iter(new)
+        return [next(left).data_ptr() if i is None else inputs[i] for i in self._into]
 
     def of_tvm(self, own: Sequence[Any], inputs: Sequence[Any]) -> Any:
         """The result, given what the call wrote and its inputs."""
         return self._result(own, inputs, _view, frozenset())
 
     def of_torch(self, own: Sequence[Any], inputs: Sequence[Any]) -> Any:
-        """The same of torch."""
-        return self._result(own, inputs, _torch_view, self._unread)
+        """The same of torch; a call wrote these and what it writes into inputs."""
+        if self._pick is not None:
+            return self._pick((*own, None))
+        left = iter(own)
+        written = [next(left) if i is None else None for i in self._into] if self._inputs else own
+        return self._result(written, inputs, _torch_view, self._unread)
 
     def _result(
         self,

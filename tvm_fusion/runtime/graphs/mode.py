@@ -4,7 +4,7 @@ calls do once it is on.
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ class Module(Protocol):
     writes: tuple[int, ...]
     uncapturable: str | None
     unread: frozenset[int]
+    renewed: Mapping[int, int]
 
     def check(self, inputs: Sequence[Any]) -> tuple[Kind, Any]: ...
 
@@ -124,7 +125,13 @@ class GraphMode:
         if self._graphs is None:
             driver = CudaDriver(module.device.index)
             self._graphs = GraphedCalls(
-                module.vm, module.device, module.signature, self.options, driver, module.unread
+                module.vm,
+                module.device,
+                module.signature,
+                self.options,
+                driver,
+                module.unread,
+                module.renewed,
             )
         return self._graphs
 
