@@ -28,6 +28,7 @@ from typing import Any
 from tvm_fusion.host.collector import others_set_aside
 from tvm_fusion.torch_backend.aten_graphs import traced
 from tvm_fusion.torch_backend.graph_calls import GraphCalls
+from tvm_fusion.torch_backend.kept_graphs import Place
 from tvm_fusion.torch_backend.options import BackendOptions
 from tvm_fusion.torch_backend.part_reports import PartReport
 
@@ -85,7 +86,17 @@ def backend(
         )
         return graph.forward
     with others_set_aside():
-        return traced(graph, example_inputs, lambda aten, static: GraphCalls(aten, static, wanted))
+        place = Place.of(graph, example_inputs)
+        kept = None if place is None else place.found()
+        if kept is not None:
+            calls = GraphCalls(kept, kept.static, wanted)
+            return lambda *inputs: calls(list(inputs))
+        return traced(
+            graph,
+            example_inputs,
+            lambda aten, static: GraphCalls(aten, static, wanted, place),
+            None if place is None else place.traced,
+        )
 
 
 def _register() -> None:

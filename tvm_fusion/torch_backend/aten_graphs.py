@@ -34,7 +34,12 @@ UNROLLED_STEPS = 64
 Compiler = Callable[[fx.GraphModule, frozenset[int]], Callable[[list[Any]], Any]]
 
 
-def traced(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> Callable[..., Any]:
+Told = Callable[[Any, Sequence[Any]], None]
+
+
+def traced(
+    graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler, told: Told | None = None
+) -> Callable[..., Any]:
     """Trace a graph, and compile what comes of it.
 
     Parameters
@@ -45,6 +50,8 @@ def traced(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> 
     compiler : callable
         Takes the traced graph and the numbers of the inputs that are parameters and buffers, and
         returns a function of a list of all inputs, which says that it is such (`_boxed_call`).
+    told : callable, optional
+        Takes what AOTAutograd found out of inputs and results, and the guards that it asks for.
 
     Returns
     -------
@@ -58,7 +65,7 @@ def traced(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> 
             traced.graph.eliminate_dead_code()
         return compiler(traced, frozenset() if gathered else _static_inputs())
 
-    gathered = _are_gathered(graph)
+    gathered = are_gathered(graph)
     whole, table = _tables()
     if any(map(is_traceable_wrapper_subclass, inputs)):
         whole = {}  # DTensor and its like know what they are composed of, not the whole
@@ -70,7 +77,11 @@ def traced(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> 
             decompositions=dict(table),
             keep_inference_input_mutations=True,
         )
-        return make(graph, inputs)
+        made = make(graph, inputs)
+    context = torch._guards.TracingContext.try_get()
+    if told is not None and context is not None:
+        told(context.fw_metadata, context.guards_context.aotautograd_guards)
+    return made
 
 
 def _short_lstms_unrolled(graph: fx.GraphModule) -> AbstractContextManager[None]:
@@ -105,7 +116,7 @@ def _steps(
     return steps * len(weights) // (4 if has_biases else 2) if isinstance(steps, int) else None
 
 
-def _are_gathered(graph: fx.GraphModule) -> bool:
+def are_gathered(graph: fx.GraphModule) -> bool:
     """Whether weights of a graph are gathered from other processes for each call (FSDP2): their
     versions do not tell whether values are new.
     """

@@ -5,7 +5,7 @@ import operator
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends.torch.refusals import OperatorsRefused, listed
 from tvm_fusion.host.collector import others_set_aside
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+from tvm_fusion.torch_backend.kept_graphs import KeptGraph, Place
 from tvm_fusion.torch_backend.options import BackendOptions
 from tvm_fusion.torch_backend.part_calls import PartCalls, picker
 from tvm_fusion.torch_backend.part_reports import PartReport, tell, trace
@@ -30,10 +31,16 @@ class GraphCalls:
     _boxed_call = True  # what AOTAutograd asks: whether it takes a list
 
     def __init__(
-        self, graph: fx.GraphModule, static: frozenset[int], options: BackendOptions
+        self,
+        graph: fx.GraphModule | KeptGraph,
+        static: frozenset[int],
+        options: BackendOptions,
+        place: Place | None = None,
     ) -> None:
-        """`static` are the inputs that are parameters or buffers."""
-        self._graph, self._static, self._options = graph, static, options
+        """`static` are the inputs that are parameters or buffers, `place` where the graph is to be
+        kept.
+        """
+        self._graph, self._static, self._options, self._place = graph, static, options, place
         self._number = next(_numbers)
         self._compile_id = CompileContext.current_compile_id()
         self._lock = threading.RLock()
@@ -51,12 +58,14 @@ class GraphCalls:
         """Cut the graph, import its parts, and have it call them."""
         refused: dict[str, str] = {}
         while True:
-            cut = partitioned(self._graph, refused)
+            cut = self._cut(refused)
             parts = self._parts(cut, inputs)
             found = _refused(cut, parts, self._values(cut, inputs))
             if not found:
                 break
             refused |= found
+        if self._place is not None and isinstance(self._graph, fx.GraphModule):
+            self._place.keep(self._graph, cut, self._static)
         trace(f"graph{self._number}_parts", lambda: _text(cut), self._compile_id)
         self._tell_of_outside(cut)
         if len(parts) == 1 and (run := _alone(cut, parts[0])):
@@ -65,6 +74,12 @@ class GraphCalls:
             _call(call, part, number)
         cut.graph.recompile()
         return lambda given: cut.graph.forward(*given)
+
+    def _cut(self, refused: Mapping[str, str]) -> Partition:
+        """The graph in parts, without these nodes; as it was kept, if that will do."""
+        if isinstance(self._graph, fx.GraphModule):
+            return partitioned(self._graph, refused)
+        return partitioned(self._graph.graph, refused) if refused else self._graph.cut()
 
     def _parts(self, cut: Partition, inputs: Sequence[Any]) -> list[PartCalls]:
         constant = self._values(cut, inputs)

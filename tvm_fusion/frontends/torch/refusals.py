@@ -28,6 +28,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parents[1])
 _STANDARD = sysconfig.get_path("stdlib")
 
+ORIGIN = "tvm_fusion_origin"  # in `meta` of a node of a graph that was kept on disk
 NO_CONVERTER = "there is no converter"
 COMPLEX = (
     "it has no form for complex numbers, which are computed as pairs of real ones: give it real "
@@ -40,7 +41,11 @@ ADVICE = (
 
 
 def origin_of(node: fx.Node) -> Origin:
-    """The submodule that a node was traced in, and the last line of its trace outside of torch."""
+    """The submodule that a node was traced in, and the last line of its trace outside of torch; or
+    what its `meta` has as `ORIGIN`.
+    """
+    if ORIGIN in node.meta:
+        return node.meta[ORIGIN]
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")

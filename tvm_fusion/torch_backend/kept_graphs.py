@@ -1,0 +1,247 @@
+"""Graphs that were cut into parts before, on disk: a second process traces none with AOTAutograd.
+
+    <cache folder>/graphs/<key>.pickle      the graph of ATen operators, and the same in parts
+
+The key holds all that decides what AOTAutograd and `partition` make of a graph of Dynamo: its nodes
+with their arguments and the lines they come from, how its inputs lie, torch's modes and flags, the
+versions of torch, TVM and Python and the state of this package. No weight's numbers and no option
+of ours decide that: what is made of the parts has a key of its own (`compilation.kept_modules`).
+
+Kept is what calls of AOTAutograd would do nothing around: no input is written to, no result is a
+view of an input or of another result, all sizes are fixed, inputs are plain tensors and operators
+are torch's own. Where somebody watches operators (modes of torch), changes them
+(`torch.library`), or plans are not kept (`TVM_FUSION_PLAN_CACHE=0`), nothing is looked up. The
+`MOST_GRAPHS` used last stay.
+"""
+
+import hashlib
+import logging
+import os
+import pickle
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import tvm
+from torch import fx
+from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
+
+from tvm_fusion.errors import InputError
+from tvm_fusion.flow.plan_cache import VARIABLE, package_state
+from tvm_fusion.frontends.torch.refusals import Refused
+from tvm_fusion.host.atomic_files import replace_bytes
+from tvm_fusion.host.cache_folder import cache_dir, make_folder
+from tvm_fusion.torch_backend.aten_graphs import are_gathered
+from tvm_fusion.torch_backend.partition import NAME, Partition
+from tvm_fusion.torch_backend.plain_graphs import (
+    NotPlain,
+    PlainGraph,
+    built,
+    operator_name,
+    plain,
+    plain_value,
+    tensor_like,
+)
+
+_log = logging.getLogger(__name__)
+_FORMAT = 1
+MOST_GRAPHS = 256
+
+
+@dataclass(frozen=True)
+class KeptGraph:
+    """What lies at a place.
+
+    Attributes
+    ----------
+    static : frozenset of int
+        The inputs that are parameters or buffers.
+    whole : bytes
+        The graph of ATen operators, as a pickled `PlainGraph`.
+    plain_cut : PlainGraph
+        The same in parts.
+    outside : list of (str, str)
+        Names of nodes, and why they are not compiled.
+    count : int
+    """
+
+    static: frozenset[int]
+    whole: bytes = field(repr=False)
+    plain_cut: PlainGraph = field(repr=False)
+    outside: list[tuple[str, str]]
+    count: int
+
+    @cached_property
+    def graph(self) -> fx.GraphModule:
+        """The graph of ATen operators."""
+        return built(pickle.loads(self.whole))
+
+    def cut(self) -> Partition:
+        """The graph in parts."""
+        graph = built(self.plain_cut)
+        names = {node.meta.get(NAME): node for node in graph.graph.nodes}
+        parts = tuple(graph.graph.find_nodes(op="call_module"))
+        outside = tuple(Refused(names[name], why) for name, why in self.outside)
+        updates: tuple[tuple[tuple[int, int], ...], ...] = ((),) * len(parts)
+        return Partition(graph, parts, frozenset(), updates, outside, self.count)
+
+
+@dataclass
+class Place:
+    """Where a graph lies, if it was compiled before.
+
+    Attributes
+    ----------
+    path : Path
+    is_plain : bool
+        Whether calls of AOTAutograd do nothing around the graph that it made; known when it is
+        traced.
+    """
+
+    path: Path
+    is_plain: bool = False
+
+    @classmethod
+    def of(cls, graph: fx.GraphModule, inputs: Sequence[Any]) -> "Place | None":
+        """The place of a graph of Dynamo; None where nothing of it is kept."""
+        if os.environ.get(VARIABLE) == "0" or _is_watched() or are_gathered(graph):
+            return None
+        try:
+            key = _key(graph, inputs)
+        except (NotPlain, AttributeError) as error:  # what another version of torch does not have
+            _log.info("the graph is not kept: %s", error)
+            return None
+        return cls(cache_dir() / "graphs" / f"{key}.pickle")
+
+    def found(self) -> KeptGraph | None:
+        """What was kept; None where nothing was, or it cannot be read."""
+        try:
+            found = pickle.loads(self.path.read_bytes())
+            self.path.touch()
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # damaged: pickle raises what it likes
+            _log.warning("the graph in %s is traced again: %s", self.path, error)
+            return None
+        return found if isinstance(found, KeptGraph) else None
+
+    def traced(self, metadata: ViewAndMutationMeta | None, guards: Sequence[Any]) -> None:
+        """Note what AOTAutograd found out of the graph, and the guards that it asks for."""
+        self.is_plain = metadata is not None and not guards and _needs_nothing(metadata)
+
+    def keep(self, graph: fx.GraphModule, cut: Partition, static: frozenset[int]) -> None:
+        """Write a graph and its parts; what cannot be written is left, and logged."""
+        if not self.is_plain or cut.written or any(cut.updates):
+            return
+        try:
+            whole = pickle.dumps(plain(graph))
+            outside = [(one.node.meta[NAME], one.why) for one in cut.outside]
+            kept = KeptGraph(static, whole, plain(cut.graph, [NAME]), outside, cut.count)
+            make_folder(self.path.parent)
+            replace_bytes(self.path, pickle.dumps(kept))
+        except (NotPlain, OSError, InputError, pickle.PicklingError) as error:
+            _log.info("the graph is not kept: %s", error)
+            return
+        _forget_old(self.path.parent)
+
+
+def _needs_nothing(found: ViewAndMutationMeta) -> bool:
+    """Whether calls take and give what the graph does, as it is."""
+    writes = any(one.mutates_data or one.mutates_metadata for one in found.input_info)
+    own = all(one.output_type is OutputType.non_alias for one in found.output_info)
+    others = found.num_intermediate_bases or found.tokens or found.is_rng_op_functionalized
+    return own and not (writes or others)
+
+
+def _is_watched() -> bool:
+    """Whether something is to see each operator as it is traced or called, or has changed it."""
+    modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    off = torch.compiler.config.force_disable_caches
+    return bool(modes or transformed or off or torch._C._is_any_autocast_enabled())
+
+
+def _key(graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    nodes = list(graph.graph.nodes)
+    places = {node: i for i, node in enumerate(nodes)}
+    text = [*map(repr, map(_input, inputs)), repr([_FORMAT, *_surroundings(inputs)])]
+    for node in nodes:
+        target = node.target
+        if node.op == "call_function":
+            target = operator_name(target)
+            if target == "torch.lstm":
+                raise NotPlain("an LSTM")  # is taken apart as far as its sizes say
+        elif node.op not in ("placeholder", "call_method", "output"):
+            raise NotPlain(f"{node} is a {node.op}")
+        arguments = [plain_value(a, places) for a in (node.args, node.kwargs)]
+        row = (node.op, node.name, target, arguments, _origin(node), _is_static(node))
+        text.append(repr(row))
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+
+def _origin(node: fx.Node) -> tuple[str, str]:
+    stack = node.meta.get("nn_module_stack") or {}
+    return str(list(stack.values())), node.meta.get("stack_trace") or ""
+
+
+def _is_static(node: fx.Node) -> bool:
+    """Whether Dynamo says of an input that it is the same tensor in all calls."""
+    tensor = node.meta.get("tensor_dict") or {}
+    return bool(tensor.get("_dynamo_static_input_type"))
+
+
+def _input(value: Any) -> tuple[Any, ...]:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        raise NotPlain(f"an input is a {type(value).__name__}")
+    like = tensor_like(value)
+    return like, type(value).__name__, value.requires_grad, value.storage_offset()
+
+
+def _surroundings(inputs: Sequence[torch.Tensor]) -> list[Any]:
+    """What torch's operators depend on beside their inputs, and what this package does with
+    them.
+    """
+    backends = torch.backends
+    devices = {str(value.device): value.device for value in inputs}
+    gpus = [torch.cuda.get_device_properties(d) for d in devices.values() if d.type == "cuda"]
+    return [
+        torch.__version__,
+        torch.version.git_version,
+        tvm.__version__,
+        platform.python_version(),
+        package_state(),
+        sorted(devices),
+        [(gpu.name, gpu.major, gpu.minor) for gpu in gpus],
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        [getattr(backends.cuda, f"{kind}_sdp_enabled")() for kind in _ATTENTIONS],
+        backends.cudnn.enabled,
+        torch._C._get_mkldnn_enabled(),
+        torch._functorch.config.get_hash().hex(),
+        _changed_operators(),
+    ]
+
+
+_ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def _changed_operators() -> str:
+    """The implementations of torch's own operators that were registered from Python: torch's, and
+    those of others.
+    """
+    own = sorted(name for name in torch.library._impls if name.startswith(("aten/", "prims/")))
+    return hashlib.sha256("\n".join(own).encode()).hexdigest()
+
+
+def _forget_old(folder: Path) -> None:
+    """Only the graphs that were used last stay."""
+    kept = sorted(folder.glob("*.pickle"), key=lambda found: found.stat().st_mtime, reverse=True)
+    for found in kept[MOST_GRAPHS:]:
+        found.unlink(missing_ok=True)
