@@ -181,8 +181,7 @@ def scan(rng: random.Random) -> Made:
     kind = SCANS["relax.cumsum"]
 
     def along(bb: Any, x: Any) -> Any:
-        how = (axis, kind.reducer, kind.neutral, exclusive)
-        return bb.emit(bb.call_te(lambda x: scanned(x, *how), x))
+        return bb.emit(bb.call_te(lambda x: scanned(x, axis, kind, exclusive), x))
 
     def emit(bb: Any, x: Any) -> Any:
         if dtype.startswith("int"):

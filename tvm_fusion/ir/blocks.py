@@ -13,6 +13,7 @@ Nothing is refused here: what cannot be read is a `Stray`, or among the `others`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -225,6 +226,8 @@ class Scan:
     term : Expr
     step : BufferStore
         What a sequential loop along the axis does: ``S[i, j] = S[i, j] + term``.
+    kind : str
+        What combines two: "sum", "prod", "max", "min", or "log_sum" of ``log(exp(a) + exp(b))``.
     exclusive : bool
         The own place is left out.
     """
@@ -232,7 +235,30 @@ class Scan:
     axis: Var
     term: Expr
     step: tirx.BufferStore
+    kind: str
     exclusive: bool
+
+
+_COMBINED = {tirx.Add: "sum", tirx.Mul: "prod", tirx.Max: "max", tirx.Min: "min"}
+
+
+def log_add(a: Expr, b: Expr) -> Expr:
+    """``log(exp(a) + exp(b))``, as a scan of kind "log_sum" is written; no float is compared for
+    equality, for which no error is bounded.
+    """
+    one, endless = (tirx.const(value, str(a.ty.dtype)) for value in (1, math.inf))
+    high, low = tirx.Max(a, b), tirx.Min(a, b)
+    both = tirx.Add(high, tirx.log(tirx.Add(one, tirx.exp(tirx.Sub(low, high)))))
+    return tirx.Select(tirx.LT(tirx.abs(high), endless), both, high)
+
+
+def log_terms(store: tirx.BufferStore) -> tuple[Expr, Expr] | None:
+    """What a store combines by `log_add`, what stands there first; None where it does not."""
+    value = store.value
+    high = value.false_value if isinstance(value, tirx.Select) else None
+    if not isinstance(high, tirx.Max) or not loads_what(store, high.a):
+        return None
+    return (high.a, high.b) if same(value, log_add(high.a, high.b)) else None
 
 
 def read_scan(block: BlockDef) -> Scan | None:
@@ -242,10 +268,12 @@ def read_scan(block: BlockDef) -> Scan | None:
     if len(reduced) != 1 or len(block.body.stores) != 1 or len(initial) != 1:
         return None
     ((k,), (store,)) = reduced, block.body.stores
-    combine = type(store.value)
-    if combine not in (tirx.Add, tirx.Mul, tirx.Max, tirx.Min):
-        return None
-    masked = term_of(store)
+    kind, pair = _COMBINED.get(type(store.value), "log_sum"), None
+    if kind == "log_sum":
+        pair = log_terms(store)
+        if pair is None:
+            return None
+    masked = term_of(store) if pair is None else pair[1]
     name = getattr(masked.op, "name", "") if isinstance(masked, Call) else ""
     if name.rpartition(".")[2] != "if_then_else":
         return None
@@ -259,9 +287,13 @@ def read_scan(block: BlockDef) -> Scan | None:
     if not along or _uses(term, axis.var) or not same(other, initial[0].value):
         return None
     term = substitute(term, {k.var: axis.var})
-    own = next(side for side in (store.value.a, store.value.b) if loads_what(store, side))
-    step = tirx.BufferStore(store.buffer, combine(own, term), store.indices)
-    return Scan(axis.var, term, step, isinstance(condition, tirx.LT))
+    if pair is None:
+        own = next(side for side in (store.value.a, store.value.b) if loads_what(store, side))
+        combined = type(store.value)(own, term)
+    else:
+        combined = log_add(pair[0], term)
+    step = tirx.BufferStore(store.buffer, combined, store.indices)
+    return Scan(axis.var, term, step, kind, isinstance(condition, tirx.LT))
 
 
 def along_scan(block: BlockDef, scan: Scan) -> BlockDef:

@@ -69,14 +69,14 @@ def extremes(bb, x):
 
 
 def scan(bb, x, axis, name, exclusive):
-    kind = SCANS[name]
-    how = (axis, kind.reducer, kind.neutral, exclusive)
-    return bb.emit(bb.call_te(lambda x: scanned(x, *how), x))
+    return bb.emit(bb.call_te(lambda x: scanned(x, axis, SCANS[name], exclusive), x))
 
 
 def scans(bb, x, y):
     sums = scan(bb, x, 1, "relax.cumsum", False)
-    return op.add(sums, scan(bb, y, 0, "relax.cumprod", True))
+    least = bb.emit(op.add(sums, scan(bb, y, 0, "relax.cummin", False)))
+    logarithms = bb.emit(op.add(least, scan(bb, y, 2, "relax.logcumsumexp", False)))
+    return op.add(logarithms, scan(bb, y, 0, "relax.cumprod", True))
 
 
 F32 = "float32"

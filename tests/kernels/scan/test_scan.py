@@ -26,7 +26,7 @@ HALF, BRAIN, FLOAT, WHOLE = "float16", "bfloat16", "float32", "int64"
 
 def scan(bb, x, axis, name="cumsum", exclusive=False):
     kind = SCANS[f"relax.{name}"]
-    return bb.emit(bb.call_te(lambda x: scanned(x, axis, kind.reducer, kind.neutral, exclusive), x))
+    return bb.emit(bb.call_te(lambda x: scanned(x, axis, kind, exclusive), x))
 
 
 def wide(bb, x):
@@ -42,9 +42,18 @@ def alone(axis, name="cumsum", exclusive=False):
     return emit
 
 
+ACCUMULATED = {
+    "cumsum": np.add,
+    "cumprod": np.multiply,
+    "cummax": np.maximum,
+    "cummin": np.minimum,
+    "logcumsumexp": np.logaddexp,
+}
+
+
 def reference(x, axis, name="cumsum", exclusive=False):
     x = x.astype(np.int64 if x.dtype.kind in "iu" else np.float64)
-    found = getattr(np, name)(x, axis)
+    found = ACCUMULATED[name].accumulate(x, axis)
     return found if not exclusive else (found - x if name == "cumsum" else found / x)
 
 
@@ -97,6 +106,34 @@ def test_an_exclusive_scan_leaves_out_the_element_itself(shape, axis):
 
 
 @pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((3, 100, 11), HALF), ((5, 37, 3), FLOAT), ((2, 515, 4), WHOLE), ((3, 64, 40), BRAIN),
+     ((1, 515, 34), FLOAT), ((2, 70, 129), HALF)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("number", [0, -1], ids=["first", "last"])
+def test_neighbouring_rows_are_scanned_side_by_side(shape, dtype, number):
+    """Few through shared memory, more in vectors, with walkers over each other."""
+    x = drawn(shape, dtype)
+    func = fuse(alone(1), (shape, dtype))
+    config = scan_configs(read_scans(func), H200)[number]
+    (found,) = run(func, x, config=config, seed=4)
+    assert_close(found, reference(x, 1), dtype)
+
+
+@pytest.mark.parametrize("name", ["cummax", "cummin", "logcumsumexp"])
+@pytest.mark.parametrize(("shape", "axis"), [((3, 301), 1), ((65, 6), 0)], ids=str)
+def test_extrema_and_logarithms_keep_nan_and_infinities(name, shape, axis):
+    x = drawn(shape, FLOAT)
+    x.flat[[0, 7, 40, 65]] = -np.inf, np.inf, np.nan, -np.inf
+    (found,) = run(fuse(alone(axis, name), (shape, FLOAT)), x)
+    expected = reference(x, axis, name)
+    ends = ~np.isfinite(expected)
+    np.testing.assert_array_equal(found[ends], expected[ends])
+    assert_close(found[~ends], expected[~ends], FLOAT)
+
+
+@pytest.mark.parametrize(
     "config",
     [
         ScanConfig(32, 4, 4, along=True),
@@ -106,6 +143,8 @@ def test_an_exclusive_scan_leaves_out_the_element_itself(shape, axis):
         ScanConfig(16, 32, 8, along=False),
         ScanConfig(1, 32, 4, along=False),
         ScanConfig(32, 2, 5, along=False),
+        ScanConfig(64, 2, 4, along=False),
+        ScanConfig(16, 2, 6, along=True, staged=1),
     ],
     ids=str,
 )

@@ -162,6 +162,7 @@ _SCANS = {
     "product of": lambda value, axis: value.cumprod(axis, dtype=value.dtype),
     "largest of": lambda value, axis: value.cummax(axis).values,
     "least of": lambda value, axis: value.cummin(axis).values,
+    "log sum of": lambda value, axis: value.logcumsumexp(axis),
 }
 
 

@@ -34,6 +34,7 @@ from tvm import s_tir, tirx
 from tvm.ir import Call, Expr, TensorLoad, Var
 from tvm.ir.prim.expr import BitwiseNot, Let
 
+from ...ir.blocks import log_terms
 from ...kernels.program.expr import dtype_of, is_if_then_else, is_integer, number, same
 from .operations import (
     BINARY,
@@ -311,7 +312,14 @@ class _Writer:
     # ---- Reductions.
 
     def _reduction(self, store: tirx.BufferStore, init: tirx.Stmt | None) -> int:
-        if not isinstance(init, tirx.BufferStore) or type(store.value) not in REDUCTIONS:
+        if not isinstance(init, tirx.BufferStore):
+            raise NotOnArrays("a reduction of another kind")
+        logarithmic = log_terms(store)
+        if logarithmic is not None:
+            scanned = self._scanned("log sum of", logarithmic[1], init.value)
+            if scanned is not None:
+                return scanned
+        if type(store.value) not in REDUCTIONS:
             raise NotOnArrays("a reduction of another kind")
         step = store.value
         sides = [(step.a, step.b), (step.b, step.a)]

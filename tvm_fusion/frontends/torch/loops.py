@@ -9,7 +9,7 @@ Nothing fuses with them. `loops` is what `linalg` is written with, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -19,6 +19,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from ...errors import FrontendError
+from ...transform.lower.scans import SCAN_AXIS, SCAN_NAME
 from .importer import Importer, bound_arguments
 from .operators import HALVES, Converter
 
@@ -32,6 +33,7 @@ def loops(
     inputs: Sequence[relax.Expr],
     results: Sequence[Result],
     write: Write,
+    attrs: Mapping[str, str | int] | None = None,
 ) -> list[relax.Expr]:
     """Results of a function that `write` makes with TVMScript's builder; buffers are flat there."""
 
@@ -45,7 +47,9 @@ def loops(
         made = te.extern(list(shapes), tensors, statements, dtype=list(dtypes), name=name)
         return made if isinstance(made, list) else [made]
 
-    made = importer.block_builder.emit_te(compute, *inputs, primfunc_name_hint=name)
+    made = importer.block_builder.emit_te(
+        compute, *inputs, primfunc_name_hint=name, primfunc_attrs=dict(attrs or {})
+    )
     if len(results) == 1:
         return [made] if isinstance(made.ty, relax.TensorType) else [importer.emit(made[0])]
     return [importer.emit(relax.TupleGetItem(made, i)) for i in range(len(results))]
@@ -75,6 +79,11 @@ def _rows(shape: Sequence[int], axis: int) -> tuple[int, int, int]:
     return math.prod(shape[:axis]) * inner, shape[axis], inner
 
 
+def _as_scan(name: str, axis: int) -> dict[str, str | int]:
+    """What tells `OpenScans` which scan a function is."""
+    return {SCAN_NAME: f"relax.{name}", SCAN_AXIS: axis}
+
+
 def _cumulative_extremum(is_least: bool) -> Converter:
     """cummax, cummin: the last of equal ones counts, and a NaN stays."""
 
@@ -84,7 +93,8 @@ def _cumulative_extremum(is_least: bool) -> Converter:
         stored = str(x.ty.dtype)
         x = importer.cast(x, _WIDER.get(stored, stored))
         dtype, is_float = str(x.ty.dtype), "float" in stored
-        rows, length, step = _rows(shape or [1], args["dim"] % max(1, len(shape)))
+        axis = args["dim"] % max(1, len(shape))
+        rows, length, step = _rows(shape or [1], axis)
 
         def write(ins: list, outs: list) -> None:
             (x,), (values, places) = ins, outs
@@ -104,7 +114,8 @@ def _cumulative_extremum(is_least: bool) -> Converter:
                     places[begin + i * step] = place[0]
 
         results = [(shape, dtype), (shape, "int64")]
-        values, places = loops(importer, "cumulative_extremum", [x], results, write)
+        how = _as_scan("cummin" if is_least else "cummax", axis)
+        values, places = loops(importer, "cumulative_extremum", [x], results, write, how)
         return relax.Tuple([importer.cast(values, stored), places])
 
     return convert
@@ -119,7 +130,8 @@ def _logcumsumexp(importer: Importer, node: fx.Node) -> relax.Expr:
     shape, dtype = known_shape(args["self"]), importer.dtype_of(node)
     wide = _WIDER.get(dtype, dtype)
     x = importer.operand(args["self"], wide)
-    rows, length, step = _rows(shape or [1], args["dim"] % max(1, len(shape)))
+    axis = args["dim"] % max(1, len(shape))
+    rows, length, step = _rows(shape or [1], axis)
 
     def write(ins: list, outs: list) -> None:
         (x,), (result,) = ins, outs
@@ -138,7 +150,8 @@ def _logcumsumexp(importer: Importer, node: fx.Node) -> relax.Expr:
                 total[0] = tirx.Select(none, tirx.const(math.nan, wide), both)
                 result[begin + i * step] = total[0]
 
-    return loops(importer, "logcumsumexp", [x], [(shape, wide)], write)[0]
+    how = _as_scan("logcumsumexp", axis)
+    return loops(importer, "logcumsumexp", [x], [(shape, wide)], write, how)[0]
 
 
 # ---- Orthogonal polynomials: of each element by its recurrence, as often as its degree says.

@@ -110,6 +110,17 @@ def power(x: Expr, y: Expr) -> Expr:
     return device_call("float32", "pow", "float x, float y", body, x, y)
 
 
+def log_add(a: Expr, b: Expr) -> Expr:
+    """``log(exp(a) + exp(b))``, absolute error 2e-7 beyond what the result is rounded by; NaN where
+    one is NaN, and the infinity of two that are equal.
+    """
+    body = (
+        "float h = fmaxf(a, b), d = -fabsf(a - b); "
+        "return h + (a == b ? 0.69314718f : __logf(1.0f + __expf(d)));"
+    )
+    return device_call("float32", "log_add", "float a, float b", body, a, b)
+
+
 def whole_power(x: Expr, exponent: int) -> Expr:
     """`x` to the power of a small whole number, by products."""
     body = f"return {' * '.join(['x'] * exponent)};"

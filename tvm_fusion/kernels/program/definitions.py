@@ -161,7 +161,7 @@ def _read_block(block: BlockDef, scans: bool) -> list[Definition]:
 
 def _define_scan(block: BlockDef, scan: Scan) -> Definition:
     axes, _, shape = _block_axes(along_scan(block, scan), scan.step)
-    scanned = Scanned(KINDS[type(scan.step.value)], scan.axis, scan.exclusive)
+    scanned = Scanned(ReduceKind(scan.kind), scan.axis, scan.exclusive)
     return Definition(scan.step.buffer, axes, (), scan.term, None, None, shape, scan=scanned)
 
 

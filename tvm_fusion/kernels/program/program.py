@@ -25,6 +25,7 @@ import tvm
 from tvm import tirx
 from tvm.ir import Expr, Var
 
+from ...ir.blocks import log_add
 from .expr import unflatten, variables
 
 Extent = int | Expr
@@ -40,6 +41,7 @@ class ReduceKind(enum.StrEnum):
     MIN = "min"
     ARGMAX = "argmax"
     ARGMIN = "argmin"
+    LOG_SUM = "log_sum"
 
 
 COMBINE: dict[ReduceKind, Callable[[Expr, Expr], Expr]] = {
@@ -47,8 +49,9 @@ COMBINE: dict[ReduceKind, Callable[[Expr, Expr], Expr]] = {
     ReduceKind.PROD: tirx.Mul,
     ReduceKind.MAX: tirx.Max,
     ReduceKind.MIN: tirx.Min,
+    ReduceKind.LOG_SUM: log_add,
 }
-"""What combines two elements of a reduction; ARGMAX and ARGMIN combine pairs."""
+"""What combines two elements; ARGMAX and ARGMIN combine pairs. Only scans are LOG_SUM."""
 
 
 class Level(enum.IntEnum):

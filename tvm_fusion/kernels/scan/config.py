@@ -1,7 +1,10 @@
 """How the threads of a scan are laid out: along the columns of a row, and side by side over rows.
 
 Where columns are neighbours in memory, the threads of a row are neighbours in a warp and take a
-vector each. Where rows are, the lanes of a warp take 32 rows, and each thread a run of columns.
+vector each. Where rows are, a thread takes a vector of rows at a run of columns, and its neighbours
+further rows; the fewer rows there are, the more walkers share them. Where there are no vectors
+along a row, or a few rows lie between each other, elements are computed as they lie in memory and
+change hands in shared memory, where each thread scans consecutive columns.
 """
 
 from __future__ import annotations
@@ -20,7 +23,14 @@ BY_ELEMENTS = 4
 """Columns of a thread where rows have no vectors."""
 RUN = 8
 """Columns of a thread where rows are neighbours."""
-WALKERS = 16
+FEW_PARTS = 8
+"""Partial results up to which each thread of a block looks at all of them."""
+SECTOR, LINE = 32, 128
+"""Bytes that memory moves, and that a load of a warp should at least have in one place."""
+IN_FLIGHT = 40 << 10
+"""Bytes that each multiprocessor should wait for at a time to keep an H200's memory busy."""
+STAGED_BYTES = 64
+"""Rows that are neighbours are scanned through shared memory if they have no more bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +40,25 @@ class ScanConfig:
     Attributes
     ----------
     threads : that share a row; a power of two.
-    rows : side by side in a block; a power of two.
+    rows : side by side in a block, `vector` each.
     width : consecutive columns of a thread in each turn.
     along : the threads of a row are neighbours; else the rows are.
+    vector : neighbouring rows of a thread, loaded and stored together.
+    staged : 0, or how many rows are neighbours in memory whose elements change hands in shared
+        memory; 1 where columns are.
     """
 
     threads: int
     rows: int
     width: int
     along: bool
+    vector: int = 1
+    staged: int = 0
+
+    @property
+    def block(self) -> int:
+        """Threads of a block."""
+        return self.threads * self.rows
 
     @property
     def chunk(self) -> int:
@@ -46,34 +66,87 @@ class ScanConfig:
         return self.threads * self.width
 
     @property
+    def in_warp(self) -> int:
+        """Threads of a row in a warp."""
+        return min(self.threads, WARP if self.along else max(1, WARP // self.rows))
+
+    @property
+    def parts(self) -> int:
+        """Partial results of a row that meet in shared memory."""
+        return self.threads // self.in_warp
+
+    @property
+    def pitch(self) -> int:
+        """Slots from the partial results of a row to those of the next: no multiple of 2."""
+        return self.parts | 1
+
+    @property
     def partials(self) -> int:
-        """Partial results that meet in shared memory."""
-        if not self.along:
-            return self.threads * self.rows if self.threads > 1 else 0
-        return self.rows * self.threads // WARP if self.threads > WARP else 0
+        """Slots of partial results in shared memory."""
+        return self.rows * self.vector * self.pitch if self.parts > 1 else 0
+
+    @property
+    def staging(self) -> int:
+        """Slots of elements in shared memory."""
+        run = self.width * self.staged
+        return self.block * (run | 1) // self.staged if self.staged else 0
 
 
-def best_config(
-    rows: int, columns: int, contiguous: bool, narrow: int, hw: HardwareProfile
-) -> ScanConfig:
-    """The best guess; `narrow` are the bytes of an element."""
-    return configs(rows, columns, contiguous, narrow, hw)[0]
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is scanned.
+
+    Attributes
+    ----------
+    rows, columns : of the space.
+    inner : elements from a column to the next; 1 where columns are neighbours, and more where
+        rows are.
+    beside : what the number of rows that are neighbours is known to be a multiple of.
+    narrow : bytes of the smallest element.
+    point : bytes that are read of a point.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    beside: int
+    narrow: int
+    point: int
 
 
-def configs(
-    rows: int, columns: int, contiguous: bool, narrow: int, hw: HardwareProfile
-) -> list[ScanConfig]:
+def best_config(shape: Shape, hw: HardwareProfile) -> ScanConfig:
+    """The best guess."""
+    return configs(shape, hw)[0]
+
+
+def configs(shape: Shape, hw: HardwareProfile) -> list[ScanConfig]:
     """Configurations, the best guess first."""
-    make = _along if contiguous else _across
-    return list(dict.fromkeys(make(rows, columns, narrow, hw)))
+    found = []
+    if is_staged(shape):
+        found += _staged(shape, hw)
+    found += _along(shape, hw) if shape.inner == 1 else _across(shape, hw)
+    return list(dict.fromkeys(found))
 
 
-def _along(rows: int, columns: int, narrow: int, hw: HardwareProfile) -> list[ScanConfig]:
-    width = max(1, WIDEST_ACCESS // narrow)
-    while width > BY_ELEMENTS and columns % width:
+def is_staged(shape: Shape) -> bool:
+    """Whether elements are to change hands in shared memory."""
+    if shape.inner == 1:
+        return shape.columns % BY_ELEMENTS != 0
+    return shape.rows % shape.inner == 0 and shape.inner * shape.narrow <= STAGED_BYTES
+
+
+def _along_width(shape: Shape) -> int:
+    """Columns of a vector."""
+    width = max(1, WIDEST_ACCESS // shape.narrow)
+    while width > 1 and shape.columns % width:
         width //= 2
-    most = _power(-(-columns // width))
-    usual = hw.max_threads_per_block if rows < hw.num_sms else BLOCK_THREADS
+    return width
+
+
+def _along(shape: Shape, hw: HardwareProfile) -> list[ScanConfig]:
+    width = max(_along_width(shape), BY_ELEMENTS)
+    most = _power(-(-shape.columns // width))
+    usual = hw.max_threads_per_block if shape.rows < hw.num_sms else BLOCK_THREADS
     found = []
     for limit in (usual, BLOCK_THREADS, 2 * BLOCK_THREADS, BLOCK_THREADS // 2):
         threads = min(most, limit, hw.max_threads_per_block)
@@ -82,15 +155,46 @@ def _along(rows: int, columns: int, narrow: int, hw: HardwareProfile) -> list[Sc
     return found
 
 
-def _across(rows: int, columns: int, narrow: int, hw: HardwareProfile) -> list[ScanConfig]:
-    most = _power(-(-columns // RUN))
-    side = min(WARP, _power(rows))
-    few = rows < 2 * WARP * hw.num_sms
+def _staged(shape: Shape, hw: HardwareProfile) -> list[ScanConfig]:
+    width = max(BY_ELEMENTS, WIDEST_ACCESS // shape.narrow)
+    most, inner = _power(-(-shape.columns // width)), shape.inner
+    wide = shape.rows < hw.num_sms * inner
     found = []
-    for limit in (2 * WALKERS if few else WALKERS, WALKERS, 2 * WALKERS, WALKERS // 2):
-        threads = min(most, limit, hw.max_threads_per_block // side)
-        found.append(ScanConfig(threads, side, RUN, along=False))
+    for limit in (1024 if wide else BLOCK_THREADS, BLOCK_THREADS, 2 * BLOCK_THREADS):
+        threads = min(most, max(1, _power(limit // inner + 1) // 2))
+        groups = max(1, FEWEST_THREADS // (threads * inner))
+        while groups * threads * inner % WARP:
+            groups *= 2
+        if groups * inner * threads <= hw.max_threads_per_block:
+            found.append(ScanConfig(threads, groups * inner, width, along=True, staged=inner))
     return found
+
+
+def _across(shape: Shape, hw: HardwareProfile) -> list[ScanConfig]:
+    """Side by side as many threads as fill a line, fewer where that leaves multiprocessors idle;
+    one above the other as many as keep the memory busy.
+    """
+    vector = next(v for v in (8 // shape.narrow, 2, 1) if v and shape.beside % v == 0)
+    found = []
+    for bytes_side, usual in ((4 * LINE, False), (2 * LINE, False), (LINE, False), (SECTOR, True)):
+        side = max(1, bytes_side // (vector * shape.narrow))
+        side = min(side, _power(-(-shape.rows // vector)), 4 * WARP)
+        blocks = -(-shape.rows // (side * vector))
+        if blocks >= 2 * hw.num_sms or usual:
+            found.append(_walkers(shape, hw, side, vector))
+    return found
+
+
+def _walkers(shape: Shape, hw: HardwareProfile, side: int, vector: int) -> ScanConfig:
+    """As many threads over each other as keep the memory busy."""
+    blocks = -(-shape.rows // (side * vector))
+    flight = side * vector * RUN * shape.point  # bytes of one walker
+    resident = max(1, min(blocks // hw.num_sms, 8))
+    wanted = _power(-(-IN_FLIGHT // (flight * resident)))
+    fewest = -(-WARP // side)
+    most = min(_power(-(-shape.columns // RUN)), hw.max_threads_per_block // side)
+    threads = max(1, min(max(wanted, fewest), most))
+    return ScanConfig(threads, side, RUN, along=False, vector=vector)
 
 
 def _power(number: int) -> int:

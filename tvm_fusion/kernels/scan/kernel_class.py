@@ -16,7 +16,7 @@ from ...config import HardwareProfile, Policy
 from ...cost.liveness import live_values
 from ...cost.traffic import Resources, Traffic
 from ...ir.access import Access, Affine, Block
-from ...ir.extents import assumed, assumed_product
+from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT, assumed, assumed_product
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import FIXED_SIZES, REDUCES, SCANS, Family, Fit, Needs
@@ -25,7 +25,8 @@ from ..group.footprint import evaluations, is_identity, refuse_recompute
 from ..group.roles import refuse_other_row
 from ..group.streams import bytes_a_point, element_sizes
 from ..group.traffic import Shape, cuda_resources, cuda_traffic, group_streams
-from .config import WARP, ScanConfig, best_config
+from .config import Shape as ScanShape
+from .config import best_config
 from .kernel import WRITER
 
 BASE_REGISTERS = 24
@@ -134,31 +135,34 @@ def _shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
 
 def _find_shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
     found, elements = group_streams(group, fit), float(fit.rows * fit.columns)
-    narrow = min(element_sizes(found, elements), default=2)
-    config = best_config(fit.rows, fit.columns, _is_contiguous(group), narrow, hw)
-    read, scans = bytes_a_point(found, elements), sum(b.scanned is not None for b in group.blocks)
-    turns = math.ceil(fit.columns / config.chunk)
-    vectors = config.along and fit.columns % config.width == 0
+    sizes, read = element_sizes(found, elements), bytes_a_point(found, elements)
+    inner, beside = _neighbours(group)
+    point, narrow = max(1, round(read)), min(sizes, default=2)
+    config = best_config(ScanShape(fit.rows, fit.columns, inner, beside, narrow, point), hw)
+    scans = sum(b.scanned is not None for b in group.blocks)
+    turns, cells = math.ceil(fit.columns / config.chunk), config.width * config.vector
+    vectors = config.along and not config.staged and fit.columns % config.width == 0
+    registers = BASE_REGISTERS + live_values(group) + cells * (scans + read / 4)
     return Shape(
-        blocks=float(math.ceil(fit.rows / config.rows)),
-        threads=config.threads * config.rows,
-        width=config.width if vectors else 1,
-        points=float(config.width),
-        registers=int(BASE_REGISTERS + live_values(group) + config.width * (scans + read / 4)),
-        smem_bytes=_smem_bytes(config, scans),
-        flight_bytes=float(config.width * read),
+        blocks=float(math.ceil(fit.rows / (config.rows * config.vector))),
+        threads=config.block,
+        width=config.width if vectors else config.vector,
+        points=float(cells),
+        registers=min(int(registers), hw.registers_per_sm // config.block),
+        smem_bytes=(scans * config.partials * 2 + config.staging) * 4,
+        flight_bytes=float(cells * read),
         rounds=float(turns),
         exchanges=float(turns * scans),
-        shuffles=turns * scans * math.log2(min(WARP, config.threads)) if config.along else 0.0,
+        shuffles=turns * scans * config.vector * math.log2(config.in_warp),
     )
 
 
-def _smem_bytes(config: ScanConfig, scans: int) -> int:
-    return scans * config.partials * 2 * 4
-
-
-def _is_contiguous(group: GroupView) -> bool:
-    """Whether the scanned axis is the last one that counts."""
+def _neighbours(group: GroupView) -> tuple[int, int]:
+    """Elements from a column to the next, and rows known to be neighbours in memory."""
     anchor = next(b for b in group.blocks if b.scanned is not None)
-    behind = [i for i in anchor.spatial if i > anchor.scanned]
-    return all(anchor.axes[i].extent == 1 for i in behind)
+    behind = [anchor.axes[i].extent for i in anchor.spatial if i > anchor.scanned]
+    inner = assumed_product(behind)
+    fixed = [n for n in behind if n != 1]
+    if all(isinstance(n, int) for n in fixed):
+        return inner, math.prod(fixed)
+    return max(inner, ASSUMED_SYMBOLIC_EXTENT), 1
