@@ -30,6 +30,7 @@ from .layouts import AssignLayouts
 from .lower.constant_arithmetic import folding
 from .lower.drop_empty import DropEmpty, check_defined
 from .lower.enlarged import ENLARGED
+from .lower.first_of_sorts import FirstOfSorts
 from .lower.fix_bool_arithmetic import FixBoolArithmetic
 from .lower.joins import JOINED_CONCATS, MarkJoins
 from .lower.keep_extents import KeepExtents
@@ -156,7 +157,11 @@ def legalize(
     passes = [
         *([SplitReductions(gpu)] if gpu is not None else []),
         *([KeepExtents()] if target.kind.name == "llvm" else []),
-        *([WidenSorts()] if target.kind.name == "llvm" else [OpenMedians(), OpenScans()]),
+        *(
+            [WidenSorts()]
+            if target.kind.name == "llvm"
+            else [FirstOfSorts(), OpenMedians(), OpenScans()]
+        ),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
         relax.transform.LegalizeOps(_permuting(folding(once(table)))),

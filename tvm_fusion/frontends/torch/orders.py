@@ -16,6 +16,7 @@ from torch import fx
 from tvm import relax, te, tirx, topi
 from tvm.ir import Expr
 
+from ...transform.lower.first_of_sorts import SORT_KEYS
 from .importer import Importer, bound_arguments
 from .operators import HALVES, Converter, span
 
@@ -119,7 +120,9 @@ def _keys(importer: Importer, x: relax.Expr) -> relax.Expr:
 
         return te.compute(x.shape, at, name="sort_keys", tag=topi.tag.ELEMWISE)
 
-    return importer.block_builder.emit_te(keys, x, primfunc_name_hint="sort_keys")
+    return importer.block_builder.emit_te(
+        keys, x, primfunc_name_hint="sort_keys", primfunc_attrs={SORT_KEYS: True}
+    )
 
 
 def _order(importer: Importer, x: relax.Expr, axis: int, descending: bool) -> relax.Expr:
