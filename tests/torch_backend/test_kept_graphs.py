@@ -169,23 +169,56 @@ def test_all_that_decides_is_in_the_key(monkeypatch):
     assert places(model, X) == [found[0]]
 
 
-def writes(x):
-    return x.mul_(2).relu()
+def test_what_is_written_to_is_written_again(traces):
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(5, 1))
+            self.register_buffer("last", torch.zeros(5, 8))
 
+        def forward(self, x, at):
+            self.calls += 1
+            self.last.index_copy_(0, at, x[at] * 2)
+            return (x * self.calls + self.last).softmax(-1)
 
-def gives_a_view(x):
-    return x.exp()[0], x.T
-
-
-@pytest.mark.parametrize("model", [writes, gives_a_view])
-def test_what_calls_need_aot_autograd_for_is_not_kept(model, folder, traces):
+    at = torch.tensor([1, 3])
     for _ in range(2):
+        ours, theirs = Counter(), Counter()
+        _, run = in_new_process(ours, X, at)
+        theirs(X, at)
+        for _ in range(2):
+            last = ours.last
+            torch.testing.assert_close(run(X, at), theirs(X, at))
+            assert ours.last is last
+        torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()))
+    assert len(traces) == 1
+
+
+def of_one_memory(x, y):
+    return (x.add_(1) * y).relu()
+
+
+def gives_a_view(x, y):
+    return y.exp()[0], x.T
+
+
+@pytest.mark.parametrize("model", [of_one_memory, gives_a_view])
+def test_what_calls_need_aot_autograd_for_is_not_kept(model, folder, traces):
+    def given():
         x = X.clone()
-        wanted = model(x.clone())
-        given, _ = in_new_process(model, x)
-        torch.testing.assert_close(given, wanted)
+        return x, x if model is not of_one_memory else x.view(8, 5).view(5, 8)
+
+    for _ in range(2):
+        wanted = model(*given())
+        torch.testing.assert_close(in_new_process(model, *given())[0], wanted)
     assert len(traces) == 2
     assert not folder.exists()
+    if model is of_one_memory:  # other memory is another graph
+        for _ in range(2):
+            inputs = X.clone(), X.clone()
+            torch.testing.assert_close(in_new_process(model, *inputs)[0], (X + 1).mul(X).relu())
+        torch.testing.assert_close(in_new_process(model, *given())[0], wanted)
+        assert len(traces) == 4
 
 
 @pytest.mark.filterwarnings("ignore:dynamo_pgo")

@@ -89,8 +89,7 @@ def backend(
         place = Place.of(graph, example_inputs)
         kept = None if place is None else place.found()
         if kept is not None:
-            calls = GraphCalls(kept, kept.static, wanted)
-            return lambda *inputs: calls(list(inputs))
+            return kept.returning(GraphCalls(kept, kept.static, wanted))
         return traced(
             graph,
             example_inputs,

@@ -7,11 +7,11 @@ with their arguments and the lines they come from, how its inputs lie, torch's m
 versions of torch, TVM and Python and the state of this package. No weight's numbers and no option
 of ours decide that: what is made of the parts has a key of its own (`compilation.kept_modules`).
 
-Kept is what calls of AOTAutograd would do nothing around: no input is written to, no result is a
-view of an input or of another result, all sizes are fixed, inputs are plain tensors and operators
-are torch's own. Where somebody watches operators (modes of torch), changes them
-(`torch.library`), or plans are not kept (`TVM_FUSION_PLAN_CACHE=0`), nothing is looked up. The
-`MOST_GRAPHS` used last stay.
+Kept is what calls of AOTAutograd would do nothing around but return inputs as they are: no result
+is a view of an input, what is written to shares its memory with no other input and is written by
+the graph itself, all sizes are fixed, inputs are plain tensors and operators are torch's own. Where
+somebody watches operators (modes of torch), changes them (`torch.library`), or plans are not kept
+(`TVM_FUSION_PLAN_CACHE=0`), nothing is looked up. The `MOST_GRAPHS` used last stay.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import logging
 import os
 import pickle
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -60,18 +60,26 @@ class KeptGraph:
     ----------
     static : frozenset of int
         The inputs that are parameters or buffers.
+    returned : tuple of (int, int)
+        The results that are inputs, and which.
     whole : bytes
         The graph of ATen operators, as a pickled `PlainGraph`.
     plain_cut : PlainGraph
         The same in parts.
+    written : frozenset of str
+    updates : tuple of tuple of (int, int)
+        As a `Partition` has them.
     outside : list of (str, str)
         Names of nodes, and why they are not compiled.
     count : int
     """
 
     static: frozenset[int]
+    returned: tuple[tuple[int, int], ...]
     whole: bytes = field(repr=False)
     plain_cut: PlainGraph = field(repr=False)
+    written: frozenset[str]
+    updates: tuple[tuple[tuple[int, int], ...], ...]
     outside: list[tuple[str, str]]
     count: int
 
@@ -86,8 +94,21 @@ class KeptGraph:
         names = {node.meta.get(NAME): node for node in graph.graph.nodes}
         parts = tuple(graph.graph.find_nodes(op="call_module"))
         outside = tuple(Refused(names[name], why) for name, why in self.outside)
-        updates: tuple[tuple[tuple[int, int], ...], ...] = ((),) * len(parts)
-        return Partition(graph, parts, frozenset(), updates, outside, self.count)
+        return Partition(graph, parts, self.written, self.updates, outside, self.count)
+
+    def returning(self, calls: Callable[[list[Any]], Sequence[Any]]) -> Callable[..., Any]:
+        """Calls of the graph as Dynamo makes them."""
+        returned = self.returned
+        if not returned:
+            return lambda *inputs: calls(list(inputs))
+
+        def run(*inputs: Any) -> list[Any]:
+            results = list(calls(list(inputs)))
+            for number, given in returned:
+                results[number] = inputs[given]
+            return results
+
+        return run
 
 
 @dataclass
@@ -97,13 +118,16 @@ class Place:
     Attributes
     ----------
     path : Path
-    is_plain : bool
-        Whether calls of AOTAutograd do nothing around the graph that it made; known when it is
-        traced.
+    shares : bool
+        Whether inputs share memory with each other.
+    returned : tuple of (int, int) or None
+        The results that are inputs, and which; None until it is traced, and where AOTAutograd does
+        more around the graph that it made.
     """
 
     path: Path
-    is_plain: bool = False
+    shares: bool
+    returned: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
     def of(cls, graph: fx.GraphModule, inputs: Sequence[Any]) -> "Place | None":
@@ -111,11 +135,14 @@ class Place:
         if os.environ.get(VARIABLE) == "0" or _is_watched() or are_gathered(graph):
             return None
         try:
-            key = _key(graph, inputs)
+            memory = [value.untyped_storage().data_ptr() for value in inputs]
+            shared = [memory.index(address) for address in memory]
+            key = _key(graph, inputs, shared)
         except (NotPlain, AttributeError) as error:  # what another version of torch does not have
             _log.info("the graph is not kept: %s", error)
             return None
-        return cls(cache_dir() / "graphs" / f"{key}.pickle")
+        path = cache_dir() / "graphs" / f"{key}.pickle"
+        return cls(path, shared != list(range(len(shared))))
 
     def found(self) -> KeptGraph | None:
         """What was kept; None where nothing was, or it cannot be read."""
@@ -131,16 +158,23 @@ class Place:
 
     def traced(self, metadata: ViewAndMutationMeta | None, guards: Sequence[Any]) -> None:
         """Note what AOTAutograd found out of the graph, and the guards that it asks for."""
-        self.is_plain = metadata is not None and not guards and _needs_nothing(metadata)
+        if metadata is None or guards or not _needs_nothing(metadata):
+            return
+        if self.shares and metadata.mutated_graph_handled_indices:
+            return
+        kinds = ((i, one.output_type, one.base_idx) for i, one in enumerate(metadata.output_info))
+        self.returned = tuple((i, base) for i, kind, base in kinds if kind is OutputType.is_input)
 
     def keep(self, graph: fx.GraphModule, cut: Partition, static: frozenset[int]) -> None:
         """Write a graph and its parts; what cannot be written is left, and logged."""
-        if not self.is_plain or cut.written or any(cut.updates):
+        if self.returned is None:
             return
         try:
             whole = pickle.dumps(plain(graph))
             outside = [(one.node.meta[NAME], one.why) for one in cut.outside]
-            kept = KeptGraph(static, whole, plain(cut.graph, [NAME]), outside, cut.count)
+            parts = plain(cut.graph, [NAME])
+            about = cut.written, cut.updates, outside, cut.count
+            kept = KeptGraph(static, self.returned, whole, parts, *about)
             make_folder(self.path.parent)
             replace_bytes(self.path, pickle.dumps(kept))
         except (NotPlain, OSError, InputError, pickle.PicklingError) as error:
@@ -150,9 +184,12 @@ class Place:
 
 
 def _needs_nothing(found: ViewAndMutationMeta) -> bool:
-    """Whether calls take and give what the graph does, as it is."""
-    writes = any(one.mutates_data or one.mutates_metadata for one in found.input_info)
-    own = all(one.output_type is OutputType.non_alias for one in found.output_info)
+    """Whether calls take what the graph does, and give that, or inputs as they are."""
+    writes = found.mutated_inp_runtime_indices or any(
+        one.mutates_metadata or one.mutates_storage_metadata for one in found.input_info
+    )
+    plain_kinds = (OutputType.non_alias, OutputType.is_input)
+    own = all(one.output_type in plain_kinds for one in found.output_info)
     others = found.num_intermediate_bases or found.tokens or found.is_rng_op_functionalized
     return own and not (writes or others)
 
@@ -165,10 +202,10 @@ def _is_watched() -> bool:
     return bool(modes or transformed or off or torch._C._is_any_autocast_enabled())
 
 
-def _key(graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
+def _key(graph: fx.GraphModule, inputs: Sequence[Any], shared: Sequence[int]) -> str:
     nodes = list(graph.graph.nodes)
     places = {node: i for i, node in enumerate(nodes)}
-    text = [*map(repr, map(_input, inputs)), repr([_FORMAT, *_surroundings(inputs)])]
+    text = [*map(repr, map(_input, inputs)), repr([_FORMAT, shared, *_surroundings(inputs)])]
     for node in nodes:
         target = node.target
         if node.op == "call_function":
@@ -178,7 +215,7 @@ def _key(graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
         elif node.op not in ("placeholder", "call_method", "output"):
             raise NotPlain(f"{node} is a {node.op}")
         arguments = [plain_value(a, places) for a in (node.args, node.kwargs)]
-        row = (node.op, node.name, target, arguments, _origin(node), _is_static(node))
+        row = (node.op, node.name, target, arguments, _origin(node), _static_kind(node))
         text.append(repr(row))
     return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
@@ -188,10 +225,10 @@ def _origin(node: fx.Node) -> tuple[str, str]:
     return str(list(stack.values())), node.meta.get("stack_trace") or ""
 
 
-def _is_static(node: fx.Node) -> bool:
-    """Whether Dynamo says of an input that it is the same tensor in all calls."""
+def _static_kind(node: fx.Node) -> Any:
+    """What Dynamo says of an input that is the same tensor in all calls."""
     tensor = node.meta.get("tensor_dict") or {}
-    return bool(tensor.get("_dynamo_static_input_type"))
+    return tensor.get("_dynamo_static_input_type")
 
 
 def _input(value: Any) -> tuple[Any, ...]:
