@@ -20,6 +20,7 @@ from .pad_depth import PadDepth
 from .partial_columns import PartialColumns
 from .partial_rows import PartialRows
 from .row_slices import RowSlices
+from .split_products import SplitProducts
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ REWRITES: dict[str, Rewrite] = {
     "partial_columns": Rewrite(PartialColumns, may_round, least_us=1.5),
     "row_slices": Rewrite(lambda _hw: RowSlices()),
     "pad_depth": Rewrite(PadDepth),
+    "split_products": Rewrite(SplitProducts, local=True),
     # After those that look at constants: these hide them.
     "lean_weights": Rewrite(LeanWeights, lambda policy: not policy.allow_tf32, local=True),
     "lean_weights_tf32": Rewrite(

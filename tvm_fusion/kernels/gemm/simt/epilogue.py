@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...contraction.reader import Output, Segment
-from ...gpu.access import affine_access
+from ...gpu.access import AffineAccess, affine_access
 from ...gpu.product_frame import Frame, Tile, coordinates, evaluate
 from ...program.expr import bytes_of, convert
 from ...program.program import Extent
@@ -20,14 +20,14 @@ GROUP = 4
 
 
 class Share:
-    """A thread's rows (or columns) of the `block` of a tile: groups of up to four neighbours.
+    """A thread's rows (or columns) of the `block` of a tile: groups of up to `width` neighbours.
 
     Groups lie evenly spread, so that neighbouring threads access neighbouring vectors.
     """
 
-    def __init__(self, position: Expr, block: int, each: int):
-        self.block = block
-        self.width = min(GROUP, each)
+    def __init__(self, position: Expr, block: int, each: int, width: int = GROUP):
+        self.position, self.block = position, block
+        self.width = min(width, each)
         count = each // self.width
         self.starts = [g * (block // count) + position * self.width for g in range(count)]
 
@@ -49,6 +49,39 @@ class Share:
     def ragged(self, extent: Extent) -> bool:
         """Whether the last tile reaches beyond the matrix."""
         return not (isinstance(extent, int) and extent % self.block == 0)
+
+
+def is_scattered(frame: Frame, segment: Segment) -> bool:
+    """Whether columns that are neighbours in an output are stored one by one, so that the threads
+    of a warp, with a group each, fill a quarter of every sector: rows start anywhere.
+    """
+    if segment.partners is not None:
+        return False
+    accesses = [_access(frame, segment, output) for output in segment.outputs]
+    along = [a for a in accesses if a is not None and a.contiguous("n")]
+    return any(not a.aligned(GROUP, "n") for a in along)
+
+
+def spread(
+    sums: Sequence[Expr], rows: Share, columns: Share, patch: Expr, wait: Callable[[], Expr]
+) -> Share:
+    """Exchanges sums among the threads of a row, so that those of neighbouring threads become
+    neighbours: a thread's new columns. `patch` is shared memory of a row of the tile for each thread
+    across the rows, `wait` what such threads wait with for each other.
+    """
+    apart = Share(columns.position, columns.block, columns.each, 1)
+    for registers in sums:
+        for row in range(rows.each):
+            start = row * columns.each
+            for number, first in enumerate(columns.starts):
+                with T.vectorized(columns.width) as v:
+                    value = registers[start + number * columns.width + v]
+                    T.buffer_store(patch, value, [rows.position, first + v])
+            T.evaluate(wait())
+            for number, column in enumerate(apart.starts):
+                T.buffer_store(registers, patch[rows.position, column], [start + number])
+            T.evaluate(wait())
+    return apart
 
 
 def emit_epilogue(
@@ -132,14 +165,18 @@ def _guard(condition: Expr | None) -> Iterator[None]:
         yield
 
 
+def _access(frame: Frame, segment: Segment, output: Output) -> AffineAccess | None:
+    """How an output lies in memory, if that is affine in the product's axes."""
+    shape = frame.contraction.params[output.param].shape
+    return affine_access(output.indices, shape, segment.groups)
+
+
 class _Writer:
     """Stores one output, four neighbouring columns at a time where they lie side by side."""
 
     def __init__(self, frame: Frame, segment: Segment, output: Output):
         self.frame, self.output = frame, output
-        shape = frame.contraction.params[output.param].shape
-        groups = segment.groups
-        access = affine_access(output.indices, shape, groups)
+        access = _access(frame, segment, output)
         self.vector = access is not None and access.aligned(GROUP, "n")
         self.stage = T.alloc_local((GROUP,), output.dtype)
 

@@ -23,13 +23,15 @@ from ...gpu.memory import shared_pool
 from ...gpu.product_frame import Frame, Tile, assumed, ceil_div, coordinates, evaluate, open_kernel
 from ...program.expr import bytes_of, conjunction, constant, convert, dtype_of, substitute
 from ..epilogue import in_pairs
+from ..mma.units import warp_sync
 from ..side_by_side import grid_of
 from .config import SimtConfig, simt_seconds
-from .epilogue import GROUP, Share, emit_epilogue
+from .epilogue import GROUP, Share, emit_epilogue, is_scattered, spread
 
 # A slice of an operand on its way: global memory -> registers -> shared memory[k, row].
 
 VECTOR_BYTES = 16
+WARP = BANKS = 32
 
 
 class Slice:
@@ -296,7 +298,27 @@ def simt_configs(contraction: Contraction, hw: HardwareProfile) -> list[SimtConf
 
 def _smem_bytes(contraction: Contraction, config: SimtConfig) -> int:
     rows = config.block_m + config.block_n + 2 * GROUP
-    return 2 * config.block_k * rows * sum(bytes_of(dtype) for dtype in _slice_dtypes(contraction))
+    slices = sum(bytes_of(dtype) for dtype in _slice_dtypes(contraction))
+    shape = _patch_shape(contraction, config)
+    patch = math.prod(shape) * bytes_of(_accumulated(contraction)) if shape is not None else 0
+    return 2 * config.block_k * rows * slices + patch
+
+
+def _patch_shape(contraction: Contraction, config: SimtConfig) -> tuple[int, int] | None:
+    """Of shared memory in which threads exchange sums: a row for all threads of it at a time, of
+    all rows; None where a thread has one column, or sums are of several dtypes.
+
+    Half as many columns are between rows as banks: threads of a warp of two rows read all banks.
+    """
+    single = len({p.dtype for p in contraction.products}) == 1
+    if config.thread_n % GROUP or not single:
+        return None
+    return config.block_m // config.thread_m, config.block_n + BANKS // 2
+
+
+def _accumulated(contraction: Contraction) -> str:
+    """Dtype of the sums."""
+    return contraction.products[0].dtype
 
 
 def _slice_dtypes(contraction: Contraction) -> list[str]:
@@ -359,6 +381,7 @@ class _Kernel:
         self.frame, self.config = frame, config
         self.contraction = c = frame.contraction
         self.grid = grid_of(frame.index, c, config.block_m, config.block_n)
+        self.patch: Expr | None = None  # shared memory in which threads exchange sums
 
     def emit(self) -> None:
         c, tiles = self.config, self.grid.tiles
@@ -380,6 +403,10 @@ class _Kernel:
             for dtype in _slice_dtypes(self.contraction)
             for side, width in (("m", self.config.block_m), ("n", self.config.block_n))
         }
+        shape = _patch_shape(self.contraction, self.config)
+        scattered = any(is_scattered(self.frame, s) for s in self.contraction.segments)
+        if shape is not None and scattered:
+            self.patch = pool.alloc(shape, _accumulated(self.contraction), align=16)
         pool.commit()
         return shared
 
@@ -393,7 +420,16 @@ class _Kernel:
                     T.buffer_store(buffer, constant(0, product.dtype), [i])
                 sums[product.accumulator] = buffer
             self._product(tile, segment, product, sums[product.accumulator])
-        emit_epilogue(self.frame, segment, tile, self.rows, self.columns, sums)
+        columns = self.columns
+        if self.patch is not None and is_scattered(self.frame, segment):
+            columns = self._spread(list(sums.values()))
+        emit_epilogue(self.frame, segment, tile, self.rows, columns, sums)
+
+    def _spread(self, sums: list[Expr]) -> Share:
+        """See `epilogue.spread`."""
+        in_warp = WARP % (self.config.block_n // self.config.thread_n) == 0
+        wait = warp_sync if in_warp else T.cuda.cta_sync
+        return spread(sums, self.rows, self.columns, self.patch, wait)
 
     def _product(self, tile: Tile, segment: Segment, product: Product, sums: Expr) -> None:
         """All steps of one product, the loads of the next step under way during each."""
