@@ -60,7 +60,8 @@ class Tensor:
 @dataclass(frozen=True, slots=True)
 class Op:
     """One binding. `why_opaque` says why an opaque operator cannot be read; `is_join`: alone, it is
-    a concatenation with nothing to do.
+    a concatenation with nothing to do; `reshapes`: it writes the elements that it reads in the same
+    order, a view unless a result of the function.
     """
 
     id: int
@@ -75,6 +76,7 @@ class Op:
     composite: str | None = None
     why_opaque: str = ""
     is_join: bool = False
+    reshapes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +325,7 @@ class _GraphBuilder:
             key=key,
             why_opaque="",
             is_join=is_join,
+            reshapes=is_view,
         )
 
     def _prim_func(self, name: str):

@@ -94,6 +94,12 @@ class GroupView:
         ops = (self.graph.ops[i] for i in self.ops)
         return frozenset(id(b) for op in ops if op.kind is OpKind.VIEW for b in op.blocks)
 
+    @cached_property
+    def reshapes(self) -> frozenset[int]:
+        """The same and reshapes that are results of the function, which are copies if alone."""
+        ops = (self.graph.ops[i] for i in self.ops)
+        return frozenset(id(b) for op in ops if op.reshapes for b in op.blocks)
+
     @property
     def is_view(self) -> bool:
         """Nothing but one reshape: no kernel at all."""

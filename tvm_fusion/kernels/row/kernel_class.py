@@ -57,8 +57,9 @@ class Row(Family):
         columns = non_unit(anchor.extents(anchor.reduced))
         space = (rows, columns)
         roles: dict[int, Role] = {}
+        reshaped: set[tuple[Extent, ...]] = set()
         for block in group.blocks:
-            role = _check_block(group, block, space, roles, hw)
+            role = _check_block(group, block, space, roles, reshaped, hw)
             if isinstance(role, Refusal):
                 return role
             for w in block.writes:
@@ -148,14 +149,28 @@ def _find_place(block: Block, rows: tuple[Extent, ...], columns: tuple[Extent, .
 
 
 def _check_block(
-    group: GroupView, block: Block, space: Space, roles: dict[int, Role], hw: HardwareProfile
+    group: GroupView,
+    block: Block,
+    space: Space,
+    roles: dict[int, Role],
+    reshaped: set[tuple[Extent, ...]],
+    hw: HardwareProfile,
 ) -> Role | Refusal:
     """The block's role in the rows x columns space, or why it has none.
 
     A per-row value is read at the reader's own row; a full one too, at its own column or at any
     (the label's probability in a cross-entropy), since it can be computed again for that element.
+    `reshaped` are the shapes under which reshapes show full values: what is computed at their
+    elements is full, too (a GPU's kernels address memory, not axes).
     """
     role, reads = _place(block, space)
+    shape = non_unit(axis.extent for axis in block.axes)
+    if id(block) in group.reshapes and hw.kind != "llvm":
+        if roles.get(reads[0].tensor) is FULL:
+            reshaped.add(shape)
+            return FULL
+    elif shape in reshaped:
+        role = FULL
     if block.reduction is not None:
         why = _refuse_reduction(block, space, hw)
         if why is not None:
