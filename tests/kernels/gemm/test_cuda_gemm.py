@@ -94,7 +94,8 @@ def test_the_cuda_core_kernel_computes_what_tensor_cores_can(name):
     ("name", "config"),
     [
         *(("float32", config) for config in CONFIGS),
-        *((name, CONFIGS[i]) for name in ("odd pitch", "matrix times vector") for i in (0, -1)),
+        *(("odd pitch", config) for config in CONFIGS),
+        *(("matrix times vector", CONFIGS[i]) for i in (0, -1)),
     ],
     ids=str,
 )
@@ -102,6 +103,15 @@ def test_every_cuda_core_configuration_is_close_to_float64(name, config):
     case = by_name(name)
     kernel = emit_gemm_simt(analyze_contraction(case.func()), A100, config)
     check(case, kernel, run_cuda_on_cpu)
+
+
+@pytest.mark.parametrize(
+    ("name", "exchanges"), [("odd pitch", True), ("bias, gelu, residual", False)]
+)
+def test_sums_are_exchanged_where_rows_of_the_output_start_anywhere(name, exchanges):
+    func = by_name(name).func()
+    source = cuda_source(emit_gemm_simt(analyze_contraction(func), A100, CONFIGS[2]))
+    assert ("__syncwarp" in source) is exchanges
 
 
 @pytest.mark.parametrize("extent", [1, 5, 70])

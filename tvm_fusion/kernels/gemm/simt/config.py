@@ -61,13 +61,16 @@ def rounded_waves(waves: float, hw: HardwareProfile) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SimtConfig:
-    """Tile of a block (rows, columns, terms a step) and of a thread (rows, columns)."""
+    """Tile of a block (rows, columns, terms a step) and of a thread (rows, columns); `min_blocks` a
+    multiprocessor that ptxas must leave registers for, 0: no demand.
+    """
 
     block_m: int
     block_n: int
     block_k: int
     thread_m: int
     thread_n: int
+    min_blocks: int = 0
 
     @property
     def threads(self) -> int:

@@ -65,9 +65,9 @@ def is_scattered(frame: Frame, segment: Segment) -> bool:
 def spread(
     sums: Sequence[Expr], rows: Share, columns: Share, patch: Expr, wait: Callable[[], Expr]
 ) -> Share:
-    """Exchanges sums among the threads of a row, so that those of neighbouring threads become
-    neighbours: a thread's new columns. `patch` is shared memory of a row of the tile for each thread
-    across the rows, `wait` what such threads wait with for each other.
+    """Exchanges sums among the threads of a row, so that neighbouring threads hold neighbours; a
+    thread's new columns. `patch` is shared memory: a row of the tile for each place across the
+    rows; `wait` is what the threads of one place wait with for each other.
     """
     apart = Share(columns.position, columns.block, columns.each, 1)
     for registers in sums:
