@@ -40,6 +40,7 @@ from .arrays.programs import on_arrays
 from .noise import NONE, Draw, call_number, disturbed
 from .plain import LLVM, plain_build
 from .reference import build_reference, runner
+from .rounded_products import operands_in
 from .roundings import equated, rounded
 from .rules import TOLERANCES, name_of, namespace, wide
 
@@ -487,7 +488,8 @@ class _Finder:
         called = call.args[0] if call.args else None
         if isinstance(called, tvm.ir.GlobalVar) and isinstance(self.mod[called], tirx.PrimFunc):
             if called not in self.inside:
-                self.inside[called] = narrowest(rounded(self.mod[called].body))
+                func = self.mod[called]
+                self.inside[called] = narrowest([*rounded(func.body), operands_in(func)])
             dtypes.append(self.inside[called])
         else:
             dtypes += dtypes_of(call.ty)

@@ -41,6 +41,7 @@ from .index_checks import IndexChecks, quick_checks
 from .plain import plain_module
 from .reference import runner
 from .repair import OthersOf, Repair
+from .rounded_products import with_rounded_products
 from .verify import Verification, judge_outputs, outputs_on
 from .written_memory import with_written
 
@@ -261,11 +262,12 @@ def judged(built: Built, references: Sequence[Reference]) -> tuple[Verification,
 def plainly_lowered(planned: Planned) -> tvm.IRModule:
     """What the reference is made from: the model as TVM lowers it, where TVM can."""
     try:
-        return plain_module(planned.mod, planned.target)
+        found = plain_module(planned.mod, planned.target)
     except Exception as error:  # TVM raises whatever an operator's legalization raises
         reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         logger.warning("the reference is of this package's lowering: TVM alone has %s", reason[0])
-        return planned.whole.mod
+        found = planned.whole.mod
+    return with_rounded_products(found, planned.policy)
 
 
 # ---- What a user gets instead of a module with wrong numbers: an error that says what is wrong and

@@ -48,6 +48,7 @@ from .arrays.programs import IN_PLACE, device_in_torch, let_go, on_arrays
 from .checked_sizes import SHORT, draw_count, drawn_inputs, is_extreme, points_of_run, symbols_of
 from .compiled import Checked
 from .reference import Run, build_references, runner
+from .rounded_products import with_rounded_products
 from .verify import Verification, judge_outputs
 
 logger = logging.getLogger(__name__)
@@ -163,6 +164,7 @@ def _cases(made: BuiltPlan, calls: Mapping[str, _Call]) -> dict[str, _Case] | No
     are none. Views are no kernels: nothing runs.
     """
     low, graph, plan = made.planned.low, made.planned.graph, made.planned.plan
+    policy = made.planned.policy
     planned = made.materialized.groups
     groups = {n: g for n, g in planned.items() if g.kernel_class not in FREE}
     free = planned.keys() | {op.func for op in graph.ops if op.kind is OpKind.VIEW}
@@ -177,7 +179,7 @@ def _cases(made: BuiltPlan, calls: Mapping[str, _Call]) -> dict[str, _Case] | No
         if read is None and whole != len(_results(alone["main"].ret_ty)):
             return None
         results = None if read is None else [len(inputs) + number for number in read]
-        cases[name] = _Case(alone, len(inputs), results)
+        cases[name] = _Case(with_rounded_products(alone, policy), len(inputs), results)
     for name, call in others.items():
         alone = _function_alone(low, name, call)
         if alone is None:

@@ -30,6 +30,7 @@ from tvm import s_tir, tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from ..kernels.program.expr import dtype_of
+from .rounded_products import operands_in
 from .roundings import UNIT_ROUNDOFF, Roundings, roundings_of
 
 # Words of 32 bits are computed in int64, where nothing overflows: TVM simplifies as if nothing did.
@@ -77,7 +78,7 @@ def disturbed(func: tirx.PrimFunc, inputs: int) -> tirx.PrimFunc | None:
     if root.name_hint != "root":  # one opaque block
         root = s_tir.SBlock([], [], [], "root", body)
     nests = list(root.body.seq) if isinstance(root.body, tirx.SeqStmt) else [root.body]
-    disturber = _Disturber(nests)
+    disturber = _Disturber(nests, operands_in(func))
     made = disturber.nests()
     block = s_tir.SBlock(
         [],
@@ -159,7 +160,8 @@ def _load(buffer: Var, index: int) -> Expr:
 class _Disturber:
     """Rewrites the loop nests of one function."""
 
-    def __init__(self, nests: Sequence[tirx.Stmt]) -> None:
+    def __init__(self, nests: Sequence[tirx.Stmt], operands_in: str | None) -> None:
+        self._operands_in = operands_in
         self.noise = _Noise()
         self.buffers: list[Var] = []
         self._nests = list(nests)
@@ -169,7 +171,7 @@ class _Disturber:
 
     def nests(self) -> list[tirx.Stmt]:
         """The nests, disturbed, and those that disturb what sums read and write."""
-        found = [roundings_of(nest) for nest in self._nests]
+        found = [roundings_of(nest, self._operands_in) for nest in self._nests]
         exact = {b: _like(b, "exact") for b in self._sums(found)}
         self.buffers += exact.values()
         relative: dict[Var, Expr | float] = {}

@@ -32,6 +32,7 @@ from ..transform.apply.region_module import GroupModules, group_modules
 from ..transform.apply.write_kernels import Tuned, write_kernels
 from .plain import plain_build
 from .reference import run_reference
+from .rounded_products import with_rounded_products
 from .verify import GroupCase, Verification, verify_group
 
 logger = logging.getLogger(__name__)
@@ -203,9 +204,8 @@ def _verified(
             case.fused, classes, planned.hw, planned.policy, tuned=planned.tuned
         )
     arguments = tuple(values(e) for e in case.inputs)
-    return verify_group(
-        GroupCase(case.kernel, written.mod, case.unfused, arguments), planned.target
-    )
+    unfused = with_rounded_products(case.unfused, planned.policy)
+    return verify_group(GroupCase(case.kernel, written.mod, unfused, arguments), planned.target)
 
 
 def captured_values(

@@ -5,14 +5,15 @@ terms in any order is, with the same d, the exact sum of x_i (1 + e_i), |e_i| <=
 order [1, section 4.2]; d of no order among themselves make that a multiple of sqrt(n) u, with a
 probability that is as near to 1 as the multiple is large [2, theorem 3.1]. So
 
-    before a sum     each term times  1 + sqrt(n) u r
+    before a sum     each operand times  1 + (sqrt(n) u + w) r
     after a nest     each result times  1 + (v + m u + sqrt(n) u) r      (sqrt(n): of a sum only)
 
 with r in (-1, 1), v the unit roundoff of the type that is stored, m the roundings of one point (a
-function such as exp counts for `SPECIAL`), and u that of float32 where halves are summed, as a
-kernel does it. Terms of one sign err together, which is what comes after the sum; of both signs,
-each for itself, which is what comes before it. Points of several operations have their operands
-disturbed, too, for what cancels inside of them.
+function such as exp counts for `SPECIAL`), u that of float32 where halves are summed, as a kernel
+does it, and w that of what operands of products are rounded to (`rounded_products`), else 0. Terms
+of one sign err together, which is what comes after the sum; of both signs, each for itself, which
+is what comes before it. Points of several operations have their operands disturbed, too, for what
+cancels inside of them.
 
 In float64 n stands for sqrt(n): there the reference is no more exact than what is held against it,
 and sums of terms that are alike round in one direction (by 2.3e-14, those of torch and of plain
@@ -37,10 +38,12 @@ from tvm.ir import Call, Expr, TensorLoad, Var
 from tvm.ir.prim.expr import Let
 
 from ..kernels.program.expr import constant, dtype_of, number, substitute, variables, widened
+from .rounded_products import adds_products
 
 UNIT_ROUNDOFF = {
     "float64": 2.0**-53,
     "float32": 2.0**-24,
+    "tfloat32": 2.0**-11,
     "float16": 2.0**-11,
     "bfloat16": 2.0**-8,
     "float8_e4m3fn": 2.0**-4,
@@ -63,11 +66,14 @@ class Roundings:
         Of a sum; 1 where there is none.
     is_scan : bool
         Whether each term is added to a stored result.
+    operands_in : str or None
+        What operands of products are rounded to.
     """
 
     dtypes: tuple[str, ...]
     terms: Expr | int
     is_scan: bool = False
+    operands_in: str | None = None
 
     def __bool__(self) -> bool:
         return bool(self.dtypes)
@@ -85,7 +91,8 @@ class Roundings:
     @property
     def before(self) -> Expr | float:
         """How large the disturbance of an operand is, relative to it."""
-        return self._growth * self._unit
+        own = UNIT_ROUNDOFF[self.operands_in] if self.operands_in else 0.0
+        return self._growth * self._unit + own
 
     def after(self, dtype: str) -> Expr | float:
         """How large the disturbance of a result is that is stored as `dtype`."""
@@ -114,8 +121,8 @@ def _root(terms: Expr | int) -> Expr | float:
     return tirx.sqrt(tirx.Cast("float64", terms))
 
 
-def roundings_of(nest: tirx.Stmt) -> Roundings:
-    """The roundings of a loop nest."""
+def roundings_of(nest: tirx.Stmt, operands_in: str | None = None) -> Roundings:
+    """The roundings of a loop nest, of which operands of products may be rounded to a dtype."""
     blocks: list[s_tir.SBlock] = []
     tvm_ffi.structural_walk(nest, [(s_tir.SBlock, blocks.append)])
     bodies = [block.body for block in blocks if not _holds_block(block.body)] or [nest]
@@ -123,7 +130,8 @@ def roundings_of(nest: tirx.Stmt) -> Roundings:
     if not dtypes:
         return Roundings((), 1)
     if reduced := _reduced(blocks):
-        return Roundings(tuple(dtypes), _product(reduced))
+        rounds = operands_in if adds_products(nest) else None
+        return Roundings(tuple(dtypes), _product(reduced), operands_in=rounds)
     scanned = _scanned(nest)  # along one of its axes; a sum may be over all of them
     return Roundings(tuple(dtypes), _product(scanned), is_scan=bool(scanned))
 

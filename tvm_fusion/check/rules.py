@@ -10,10 +10,11 @@ error is
   given, twice (float64, float32) or three times (half) the error of a plain output stands for it:
   what TVM's own lowering gives, or in tuning the untuned kernel; where there is no such output
   either, a few units in the last place of the narrowest dtype on the way; and
-- at most 1e-4 (float32), 1e-2 (float16), 2e-2 (bfloat16), two spacings of 1.0 (float8: 0.25 for
-  e4m3fn, 0.5 for e5m2), whatever else is said. The dtype is the narrowest in which anything on the
-  way to the output is computed (`allowance.computed_dtypes`): a float32 sum of values that were
-  rounded to float16 is no better than these, fused or not.
+- at most 1e-4 (float32), 1e-2 (float16, and tfloat32 where the policy allows it), 2e-2 (bfloat16),
+  two spacings of 1.0 (float8: 0.25 for e4m3fn, 0.5 for e5m2), whatever else is said. The dtype is
+  the narrowest in which anything on the way to the output is computed
+  (`allowance.computed_dtypes`): a float32 sum of values that were rounded to float16 is no better
+  than these, fused or not.
 
 Element by element, outside of those numbers:
 
@@ -65,6 +66,7 @@ class Tolerance:
 TOLERANCES = {
     "float64": Tolerance(2.0, 4 * 2.0**-52, 1e-10, 1.7976931348623157e308, 2.0**-1022),
     "float32": Tolerance(2.0, 4 * 2.0**-23, 1e-4, 3.4028234663852886e38, 2.0**-126),
+    "tfloat32": Tolerance(3.0, 2 * 2.0**-10, 1e-2, 3.4028234663852886e38, 2.0**-126),
     "float16": Tolerance(3.0, 2 * 2.0**-10, 1e-2, 65504.0, 4 * 2.0**-24),
     "bfloat16": Tolerance(3.0, 2 * 2.0**-7, 2e-2, 3.3895313892515355e38, 2.0**-126),
     "float8_e4m3fn": Tolerance(3.0, 2 * 2.0**-3, 2 * 2.0**-3, 448.0, 2 * 2.0**-9),

@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tvm_fusion.compilation.compiler import VERIFY
 from tvm_fusion.errors import ConfigError
 from tvm_fusion.runtime.graphs.capture_rules import CudaGraphOptions
@@ -19,7 +21,8 @@ class BackendOptions:
     Attributes
     ----------
     target, policy, verify, measure, database
-        As `tvm_fusion.compile` takes them; without a target it is the device of the inputs.
+        As `tvm_fusion.compile` takes them; without a target it is the device of the inputs. Without
+        a policy, float32 products are rounded where torch rounds them (`policy_on`).
     cuda_graph : bool, mapping or CudaGraphOptions
         Capture whole calls, on a GPU.
     frozen : bool
@@ -71,6 +74,16 @@ class BackendOptions:
         wanted._check()
         return wanted
 
+    def policy_on(self, device: torch.device) -> Any:
+        """The policy; where none is given, on a GPU, the default one with tfloat32 if torch may
+        round float32 in matrix products (`torch.set_float32_matmul_precision("high")`) and, as it
+        may unless it is told otherwise, in convolutions.
+        """
+        if self.policy is not None or device.type != "cuda":
+            return self.policy
+        may = _rounds(torch.backends.cuda.matmul) and _rounds(torch.backends.cudnn.conv)
+        return {"allow_tf32": True} if may else None
+
     def _check(self) -> None:
         CudaGraphOptions.of(self.cuda_graph)
         for name in ("frozen", "strict", "measure"):
@@ -80,6 +93,12 @@ class BackendOptions:
             raise _wrong("verify", self.verify, ", ".join(map(repr, (None, *VERIFY))))
         if not (self.report is None or callable(self.report) or _is_path(self.report)):
             raise _wrong("report", self.report, "a callable, a folder or None")
+
+
+def _rounds(kind: Any) -> bool:
+    """Whether torch may round float32 to tfloat32 in one kind of operators."""
+    own = kind.fp32_precision
+    return (torch.backends.fp32_precision if own == "none" else own) == "tf32"
 
 
 def _wrong(name: str, value: Any, allowed: str) -> ConfigError:

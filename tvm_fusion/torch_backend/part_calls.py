@@ -192,7 +192,7 @@ class PartCalls:
         module = compiler.compile(
             mod,
             self._target,
-            policy=options.policy,
+            policy=options.policy_on(device),
             verify=options.verify,
             measure=options.measure,
             cuda_graph=graphs,

@@ -25,6 +25,7 @@ from ...check.checked_sizes import order_loops
 from ...check.inputs import extent_of
 from ...check.noise import Draw, call_number, disturbed
 from ...check.reference import to_float64
+from ...check.rounded_products import operands_in
 from ...check.rules import TOLERANCES, OutputCheck, check_output, namespace, wide
 from ...errors import Unsupported
 from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT
@@ -260,7 +261,9 @@ class Case:
 
     def _narrowest(self) -> str:
         found = {str(p.ty.dtype) for p in self.func.params if isinstance(p.ty, tirx.BufferType)}
-        return next((d for d in NARROWEST_FIRST if d in found), "float32")
+        narrowest = next((d for d in NARROWEST_FIRST if d in found), "float32")
+        rounded = operands_in(self.func)
+        return rounded if rounded and narrowest == "float32" else narrowest
 
     def _float64(self, func: tirx.PrimFunc | None) -> Any:
         """This task's function, or that with parameters for disturbances before its outputs, in

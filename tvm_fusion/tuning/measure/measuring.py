@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 
 import tvm
 
+from ...check.rounded_products import with_rounded_operands
 from ...errors import TargetError
 from ...kernels.cpu.contraction.panels import without_constants
 from ...runtime.timing.plan_timing import relative_spread
 from ..search.task_search import TaskState
 from ..session.settings import Settings
-from ..session.tasks import without_stamps
+from ..session.tasks import TF32, without_stamps
 from .building import BuiltChoice, Job, Place, Workshop
 from .case import Case, wrong
 from .processes import BROKEN, LOST, Answer, Worker
@@ -136,7 +137,10 @@ def _case(request: MeasureRequest, site: Site | None) -> Case:
     """The tensors of a request's task; those of the last tasks are kept while there is room."""
     key = (request.workload, request.seed, request.place.target, id(site))
     if key not in _kept:
-        func = without_constants(without_stamps(tvm.ir.load_json(request.workload)))
+        workload = tvm.ir.load_json(request.workload)
+        func = without_constants(without_stamps(workload))
+        if workload.attrs[TF32]:
+            func = with_rounded_operands(func)
         target = request.place.resolved()[0]
         site = site or Here.of(target)
         while len(_kept) > 1 and sum(t.bytes for t in _kept.values()) > site.room_bytes:
