@@ -10,11 +10,11 @@ from tvm.relax import op
 from tests.support.graphs import module
 from tvm_fusion.check import allowance as bounds_of_roundings
 from tvm_fusion.check.allowance import Reference, bounded_reference, bounds_of, disturbed_module
+from tvm_fusion.check.bounds.noise import NONE, Draw, disturbed
+from tvm_fusion.check.bounds.roundings import UNIT_ROUNDOFF, roundings_of
 from tvm_fusion.check.inputs import numpy_dtype, random_inputs
-from tvm_fusion.check.noise import NONE, Draw, disturbed
 from tvm_fusion.check.plain import plain_module
 from tvm_fusion.check.reference import build_reference, run_reference
-from tvm_fusion.check.roundings import UNIT_ROUNDOFF, roundings_of
 from tvm_fusion.check.rules import BEYOND, SAFETY, TOLERANCES, check_output
 from tvm_fusion.check.verify import judge_outputs
 from tvm_fusion.transform.pipeline import lower

@@ -8,8 +8,8 @@ from tvm.relax import op
 
 from tests.support.graphs import module
 from tvm_fusion.check.allowance import Reference
+from tvm_fusion.check.bounds.rounded_products import adds_products, with_rounded_products
 from tvm_fusion.check.inputs import random_inputs
-from tvm_fusion.check.rounded_products import adds_products, with_rounded_products
 from tvm_fusion.check.verify import judge_outputs
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.torch_backend.options import BackendOptions

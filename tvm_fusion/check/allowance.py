@@ -37,11 +37,11 @@ from tvm.ir import Expr
 from ..errors import BuildError
 from .arrays.operations import NotOnArrays
 from .arrays.programs import on_arrays
-from .noise import NONE, Draw, call_number, disturbed
+from .bounds.noise import NONE, Draw, call_number, disturbed
+from .bounds.rounded_products import operands_in
+from .bounds.roundings import equated, rounded
 from .plain import LLVM, plain_build
 from .reference import build_reference, runner
-from .rounded_products import operands_in
-from .roundings import equated, rounded
 from .rules import TOLERANCES, name_of, namespace, wide
 
 logger = logging.getLogger(__name__)

@@ -36,12 +36,12 @@ from ..runtime.build.build import Built
 from ..runtime.build.guards import may_refuse
 from ..transform.apply.materialize import materialize
 from .allowance import Reference
+from .bounds.rounded_products import with_rounded_products
 from .checked_sizes import draw_count, drawn_inputs, is_extreme, symbols_of
 from .index_checks import IndexChecks, quick_checks
 from .plain import plain_module
 from .reference import runner
 from .repair import OthersOf, Repair
-from .rounded_products import with_rounded_products
 from .verify import Verification, judge_outputs, outputs_on
 from .written_memory import with_written
 

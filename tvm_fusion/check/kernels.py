@@ -45,10 +45,10 @@ from ..transform.functions.functions import has_branches
 from ..transform.functions.unique_names import FreshNames
 from .allowance import Reference
 from .arrays.programs import IN_PLACE, device_in_torch, let_go, on_arrays
+from .bounds.rounded_products import with_rounded_products
 from .checked_sizes import SHORT, draw_count, drawn_inputs, is_extreme, points_of_run, symbols_of
 from .compiled import Checked
 from .reference import Run, build_references, runner
-from .rounded_products import with_rounded_products
 from .verify import Verification, judge_outputs
 
 logger = logging.getLogger(__name__)

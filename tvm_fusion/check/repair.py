@@ -30,9 +30,9 @@ from ..plan.refusal import RefusalCode
 from ..transform.apply.materialize import Materialized
 from ..transform.apply.region_module import GroupModules, group_modules
 from ..transform.apply.write_kernels import Tuned, write_kernels
+from .bounds.rounded_products import with_rounded_products
 from .plain import plain_build
 from .reference import run_reference
-from .rounded_products import with_rounded_products
 from .verify import GroupCase, Verification, verify_group
 
 logger = logging.getLogger(__name__)

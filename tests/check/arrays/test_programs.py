@@ -17,8 +17,8 @@ from tvm_fusion.check import allowance
 from tvm_fusion.check.allowance import Reference, disturbed_module
 from tvm_fusion.check.arrays.operations import NotOnArrays
 from tvm_fusion.check.arrays.programs import on_arrays
+from tvm_fusion.check.bounds.noise import Draw
 from tvm_fusion.check.inputs import random_inputs
-from tvm_fusion.check.noise import Draw
 from tvm_fusion.check.plain import plain_module
 from tvm_fusion.check.reference import build_reference
 from tvm_fusion.check.rules import as_array, like

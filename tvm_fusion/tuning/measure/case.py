@@ -21,11 +21,11 @@ import tvm
 from tvm import tirx
 
 from ...check.allowance import bounds_of, no_bounds
+from ...check.bounds.noise import Draw, call_number, disturbed
+from ...check.bounds.rounded_products import operands_in
 from ...check.checked_sizes import order_loops
 from ...check.inputs import extent_of
-from ...check.noise import Draw, call_number, disturbed
 from ...check.reference import to_float64
-from ...check.rounded_products import operands_in
 from ...check.rules import TOLERANCES, OutputCheck, check_output, namespace, wide
 from ...errors import Unsupported
 from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import tvm
 
-from ...check.rounded_products import with_rounded_operands
+from ...check.bounds.rounded_products import with_rounded_operands
 from ...errors import TargetError
 from ...kernels.cpu.contraction.panels import without_constants
 from ...runtime.timing.plan_timing import relative_spread

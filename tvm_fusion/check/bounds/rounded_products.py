@@ -13,8 +13,8 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.ir import TensorLoad, Var
 
-from ..config import Policy
-from ..kernels.program.expr import dtype_of, variables
+from ...config import Policy
+from ...kernels.program.expr import dtype_of, variables
 
 OPERANDS = "tvm_fusion.operands_in"
 TFLOAT32 = "tfloat32"

@@ -29,7 +29,7 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.ir import Expr, TensorLoad, Var
 
-from ..kernels.program.expr import dtype_of
+from ...kernels.program.expr import dtype_of
 from .rounded_products import operands_in
 from .roundings import UNIT_ROUNDOFF, Roundings, roundings_of
 

@@ -37,7 +37,7 @@ from tvm import s_tir, tirx
 from tvm.ir import Call, Expr, TensorLoad, Var
 from tvm.ir.prim.expr import Let
 
-from ..kernels.program.expr import constant, dtype_of, number, substitute, variables, widened
+from ...kernels.program.expr import constant, dtype_of, number, substitute, variables, widened
 from .rounded_products import adds_products
 
 UNIT_ROUNDOFF = {
