@@ -186,6 +186,7 @@ template <int N> static void copy(void* d, const void* s, bool global_source, bo
 }
 #define COPIES(N) \
   static void tvmf_load##N##_nc(void* d, const void* s) { copy<N>(d, s, true, false); } \
+  static void tvmf_load##N##_fresh(void* d, const void* s) { copy<N>(d, s, true, false); } \
   static void tvmf_load##N##_cs(void* d, const void* s) { copy<N>(d, s, true, false); } \
   static void tvmf_load##N##_na(void* d, const void* s) { copy<N>(d, s, true, false); } \
   static void tvmf_load##N##_again(void* d, const void* s) { copy<N>(d, s, true, false); } \
@@ -287,6 +288,7 @@ MMA(f16, half) MMA(bf16, nv_bfloat16)
 static int tvm_builtin_cluster_ctaid_x() { return current->rank; }
 static void tvmf_cluster_arrive() {}
 void tvmf_cluster_sync();
+static void tvm_builtin_cuda_grid_sync() { tvmf_cluster_sync(); }  // the grid is one cluster
 static void tvmf_cluster_wait() { tvmf_cluster_sync(); }
 void tvmf_cluster_store(void* p, float v, int rank);
 struct Transfer { int phase, pending; };

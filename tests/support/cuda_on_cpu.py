@@ -36,6 +36,7 @@ from .tools import require
 
 tirx_build = importlib.import_module("tvm.tirx.build")  # a function of that name hides it
 
+COOPERATIVE = "tirx.use_cooperative_launch"
 HEADER = "emulator.h"  # device.h and mma.h in one
 EMULATOR = Path(__file__).parents[1] / "cuda_emulator"
 CACHE = Path(tempfile.gettempdir()) / "tvm_fusion_cuda_on_cpu"
@@ -201,12 +202,15 @@ def _launch(
     seed: int | None = None,
 ) -> EmulationError | None:
     """What the driver does: `args` are the kernel's arguments followed by the launch parameters."""
-    count = len(args) - len(lowered.launch_params)
-    shape = dict(zip(lowered.launch_params, map(int, args[count:]), strict=True))
+    params = [name for name in lowered.launch_params if name != COOPERATIVE]
+    count = len(args) - len(params)
+    shape = dict(zip(params, map(int, args[count:]), strict=True))
     sizes = [
         shape.pop(f"{index}.{axis}", 1) for index in ("blockIdx", "threadIdx") for axis in "xyz"
     ]
     cluster = shape.pop("clusterCtaIdx.x", 1)
+    if COOPERATIVE in lowered.launch_params:  # all blocks run at once, as those of a cluster do
+        cluster = sizes[0]
     dynamic = shape.pop("tirx.use_dyn_shared_memory", 0)
     if shape:
         raise NotImplementedError(f"launch parameters {sorted(shape)}")

@@ -495,26 +495,21 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_recurrent_layers_are_compiled_whole_where_dynamo_takes_them(kind, modules, monkeypatch):
-    flags = torch.backends.disable_global_flags.__globals__
-    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", False)  # they are frozen
-    with pytest.raises(RuntimeError, match="mkldnn"):
-        torch.backends.mkldnn.enabled = False
-    model, x = Recurrent(kind).eval(), torch.randn(2, 3, 4)
+def test_recurrent_layers_are_compiled_whole_where_dynamo_takes_them(kind, modules):
+    model, x = Recurrent(kind).eval(), torch.randn(2, 300, 4)
     with torch._dynamo.config.patch(allow_rnn=True):
         check(compiled(model, strict=True), model, x)
     assert len(modules) == 1
 
 
-def test_long_lstms_run_in_torch(monkeypatch):
-    monkeypatch.setattr(aten_graphs, "UNROLLED_STEPS", 5)
-    model, x = Recurrent(nn.LSTM, num_layers=2).eval(), torch.randn(2, 3, 4)
+def test_recurrent_layers_with_projections_run_in_torch():
+    model, x = Recurrent(nn.LSTM, proj_size=3).eval(), torch.randn(2, 3, 4)
+    model.head = nn.Linear(3, 3)
     run = compiled(model)
     with torch._dynamo.config.patch(allow_rnn=True):
-        with pytest.warns(UserWarning, match=r"2 of \d+ operators .*mkldnn_rnn_layer"):
+        with pytest.warns(UserWarning, match=r"aten.lstm.input.*projections"):
             run(x)
         check(run, model, x)
-    assert torch.backends.mkldnn.enabled
 
 
 def test_outputs_lie_as_in_eager_mode(modules):

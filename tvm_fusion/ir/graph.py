@@ -35,6 +35,10 @@ PLACED_ATTR = "tvm_fusion.placed"
 """On a join once its parts have the pitch of the whole: the byte at which each begins
 (`transform.apply.place_parts`)."""
 
+COOPERATIVE_ATTR = "tvm_fusion.cooperative"
+"""On a kernel whose blocks wait for each other: all have to run at once, which its launch asks of
+the device (`runtime.build.lowering`)."""
+
 CONDITIONAL_SHAPE = "an extent has a condition, which TVM's FuseTIR takes for an operator"
 
 

@@ -3,13 +3,12 @@
     before:  x.mul_(2); y = silu(linear(x, w)); return y
     after:   a = mul(x, 2); b = silu(linear(a, w)); copy_(x, a); return b
 
-Written and aliased inputs, views and tensor subclasses are torch's own bookkeeping. torch unrolls
-recurrent layers, but leaves an LSTM on a CPU to oneDNN: a short one is unrolled, too.
+Written and aliased inputs, views and tensor subclasses are torch's own bookkeeping.
 """
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -25,11 +24,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tvm_fusion.frontends.torch.complex.pairs import is_complex_node, read_parts
 from tvm_fusion.frontends.torch.decompositions import decompositions
-
-# Steps, over all layers, of an LSTM that is unrolled on a CPU. Two layers of 32 steps of 3 rows, 16
-# inputs and 32 units: 31 s to compile and 125 us a call, 2.5 s and 206 us with oneDNN's layers
-# between our parts, 136 us in eager mode, on one thread.
-UNROLLED_STEPS = 64
 
 Compiler = Callable[[fx.GraphModule, frozenset[int]], Callable[[list[Any]], Any]]
 
@@ -70,7 +64,7 @@ def traced(
     if any(map(is_traceable_wrapper_subclass, inputs)):
         whole = {}  # DTensor and its like know what they are composed of, not the whole
     # operators that are kept whole are not torn apart by their implicit decompositions
-    with _override_composite_implicit_decomp(dict(whole)), _short_lstms_unrolled(graph):
+    with _override_composite_implicit_decomp(dict(whole)):
         make = aot_autograd(
             fw_compiler=compiled,
             inference_compiler=compiled,
@@ -82,38 +76,6 @@ def traced(
     if told is not None and context is not None:
         told(context.fw_metadata, context.guards_context.aotautograd_guards)
     return made
-
-
-def _short_lstms_unrolled(graph: fx.GraphModule) -> AbstractContextManager[None]:
-    """A context in which torch takes the LSTMs of a graph of Dynamo apart, if there are some and
-    they are short.
-    """
-    layers = graph.graph.find_nodes(op="call_function", target=torch.lstm)
-    steps = [_steps(*node.args) for node in layers if isinstance(node.args[1], tuple | list)]
-    if not steps or None in steps or sum(steps) > UNROLLED_STEPS:
-        return nullcontext()
-    return _without_onednn()
-
-
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    """What asks for oneDNN does not find it; Dynamo compiles one graph at a time."""
-    # `torch.backends.mkldnn.flags` sets other flags too, and warns of what this machine lacks; its
-    # `enabled` cannot be set where a program froze the flags.
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
-
-
-def _steps(
-    x: fx.Node, state: Any, weights: Sequence[fx.Node], has_biases: bool, *others: Any
-) -> int | None:
-    """The steps of all layers of an LSTM, given what `torch.lstm` takes; None if nobody knows."""
-    steps = x.meta["example_value"].shape[1 if others[-1] else 0]
-    return steps * len(weights) // (4 if has_biases else 2) if isinstance(steps, int) else None
 
 
 def are_gathered(graph: fx.GraphModule) -> bool:

@@ -34,6 +34,10 @@ KEPT_WHOLE = (
     _aten.cross_entropy_loss.default,
     _aten.select_scatter.default,
     _aten.cosine_similarity.default,
+    _aten.lstm.input,
+    _aten.gru.input,
+    _aten.rnn_tanh.input,
+    _aten.rnn_relu.input,
     *images.KEPT_WHOLE,
 )
 

@@ -46,6 +46,7 @@ from . import (
     operators,
     orders,
     products,
+    recurrent,
     slices,
 )
 from .assertions import drop_assertions
@@ -84,6 +85,7 @@ CONVERTERS = {
     **eigenvalues.CONVERTERS,
     **orders.CONVERTERS,
     **products.CONVERTERS,
+    **recurrent.CONVERTERS,
     **images.CONVERTERS,
     **indefinite.CONVERTERS,
     **indexing.CONVERTERS,

@@ -36,7 +36,7 @@ from ...errors import (
     PlanError,
     TargetError,
 )
-from ...ir.graph import COPY_ATTR
+from ...ir.graph import COOPERATIVE_ATTR, COPY_ATTR
 from ...ir.quick_stacks import quick_stacks
 from ...kernels.program.expr import dtype_of, variables
 from ...transform.apply.kernel_bodies import APART_ATTR, TIRX_ATTR, has_root, without_root
@@ -231,12 +231,34 @@ def mixed_tir_pipeline() -> TIRPipeline:
             if functions:
                 part = passes(tvm.IRModule(functions, attrs=mod.attrs))
                 lowered.update(part.functions_items())
+        if any(COOPERATIVE_ATTR in func.attrs for func in written.values()):
+            lowered = {gv: _launched_at_once(func) for gv, func in lowered.items()}
         merged = with_exact_doubles(tvm.IRModule(lowered, attrs=mod.attrs))
         merged = with_kept_nan(merged)
         # TVM gives the only function of a module a second symbol, `main`; a part is no module
         return without_entry(merged) if len(mod.functions_items()) > 1 else merged
 
     return lower, finalize_host, finalize_device
+
+
+def _launched_at_once(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """A kernel whose blocks wait for each other with the mark of a cooperative launch, which the
+    device refuses where not all can run at once.
+    """
+    params = func.attrs.get(_LAUNCH_PARAMS) if func.attrs else None
+    if params is None:
+        return func
+
+    def visit(call: tvm.ir.Call) -> tvm_ffi.VisitInterrupt | None:
+        return tvm_ffi.VisitInterrupt() if call.op.same_as(_GRID_SYNC) else None
+
+    if tvm_ffi.structural_walk(func.body, [(tvm.ir.Call, visit)]) is None:
+        return func
+    return func.with_attr(_LAUNCH_PARAMS, [_COOPERATIVE, *params])  # dynamic memory stays the last
+
+
+_LAUNCH_PARAMS, _COOPERATIVE = "tirx.kernel_launch_params", "tirx.use_cooperative_launch"
+_GRID_SYNC = tvm.ir.Op.get("tirx.cuda.grid_sync")
 
 
 def _in_place_of_stock() -> TIRPipeline:

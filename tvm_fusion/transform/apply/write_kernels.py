@@ -27,6 +27,7 @@ from ...host.stages import stepped
 from ...ir.graph import PLACED_ATTR
 from ...ir.reader import OPAQUE_PATTERN
 from ...kernels.cpu.contraction.panels import mark_constants
+from ...kernels.recurrence import kernel as recurrence
 from ...kernels.registry import family, names
 from ...plan.plan import STOCK, UNWRITTEN, FusionPlan
 from ..functions.functions import with_functions
@@ -141,7 +142,24 @@ def write_kernels(
             failures[symbol] = f"kernel class {name} failed: {type(error).__name__}: {error}"
             continue
         functions[gvar] = kernel
+    for gvar, func in mod.functions_items():
+        if gvar.name_hint not in classes and isinstance(func, tirx.PrimFunc):
+            functions[gvar] = _of_recurrence(gvar.name_hint, func, hw, policy)
     return Written(with_functions(mod, functions), failures)
+
+
+def _of_recurrence(
+    symbol: str, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
+) -> tirx.PrimFunc:
+    """The kernel of a function that nothing fuses with, if that is a recurrence; else itself."""
+    if func.attrs and "tirx.is_scheduled" in func.attrs:
+        return func
+    try:
+        kernel = recurrence.kernel_of(func, hw, policy)
+    except Unsupported as why:
+        logger.info("%s stays as it is: %s", symbol, why)
+        return func
+    return _named(with_plain_scalars(kernel), func)
 
 
 def _kernel(
