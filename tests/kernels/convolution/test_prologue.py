@@ -82,10 +82,11 @@ def test_tiles_do_not_spill_and_rims_are_refused():
         rims_ranked(problem, H200, POLICY)
 
 
-def test_few_positions_take_the_function_in_and_many_terms_leave_it_apart():
+def test_boxes_that_few_tiles_share_take_the_function_in_and_boxes_with_waste_leave_it_apart():
     def classes(*sizes):
         plan = plan_of(module(emit(), *shapes(*sizes)), "nvidia_h200").plan
         return [group.kernel_class for group in plan.groups]
 
     assert classes(1, 28, 28, 128, 128) == ["convolution"]
-    assert classes(8, 32, 32, 640, 640) == ["pointwise", "convolution"]
+    assert classes(8, 32, 32, 640, 640) == ["convolution"]
+    assert classes(32, 14, 14, 512, 512) == ["pointwise", "convolution"]

@@ -25,12 +25,13 @@ def box_shape(
     reach: Sequence[int],
     rims: bool = False,
     run: Sequence[int] | None = None,
+    alone: Collection[int] = (),
 ) -> tuple[int, ...]:
     """Positions of a box of 64 along each window: the fewest boxes; of these, none that reaches
     beyond a window of one position, if that can be, and what reads the least data with all taps.
     Where a size is symbolic, some numbers count alike (`IMAGES`).
     With `run` a box holds whole blocks of so many positions, each of which lies in `RUN_ROWS` rows
-    side by side.
+    side by side. Along windows that are `alone` it has one position.
 
     Only waste counts: on an H200, 2026-11-23, boxes of 8 x 8, 4 x 4 x 4, 2 x 2 x 16 and 1 x 2 x 32
     take 155.4 to 155.9 us for 56 x 56 positions of 32 images, all without waste.
@@ -49,6 +50,8 @@ def box_shape(
         if sum(exponents) != BOX.bit_length() - 1:
             continue
         shape = tuple(1 << e for e in exponents)
+        if any(shape[i] > 1 for i in alone):
+            continue
         if any(n * step > MAX_BOX for n, step in zip(shape, strides, strict=True)):
             continue
         if rims and not (shape[-1] == BOX or (shape[-1] == 8 and max(shape[:-1], default=0) == 8)):

@@ -1,28 +1,52 @@
 """Data that a convolution's kernel computes on its way to the tensor cores.
 
-    relu(x * s + b) -> padding -> convolution      x channels last, s and b a number a channel
+    relu(x * s + b) -> padding -> convolution      x channels last, s and b a number a channel,
+                                                   or a channel of an image
 
-Which groups the Hopper form takes so, asked of access maps (see `gemm.hopper.prologue`). An element
-is computed for each tap that meets it and for each tile of filters.
+Which groups Hopper's forms take so, asked of access maps (see `gemm.hopper.prologue`). In registers
+an element is computed for each tap that meets it and for each tile of filters; in shared memory, of
+boxes that hold what all taps read, for each box it lies in and each tile of filters.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from ...config import HardwareProfile
-from ...ir.access import Access, Block
+from ...errors import Unsupported
+from ...ir.access import Access, Affine, Block
+from ...ir.extents import assumed
 from ...plan.group_view import GroupView
-from ..gemm.computed import reads_of
-from ..gemm.hopper.cost import CYCLES_OF_INSTRUCTION, element_seconds
+from ..gemm.computed import Read
+from ..gemm.hopper.cost import CYCLES_OF_INSTRUCTION, WINDOWS, element_seconds
 from ..gemm.launch import operation_seconds
 from ..group.footprint import instructions_of, points
 from ..program.expr import HALF_DTYPES
 from .blocks import is_convolution
+from .boxes import box_shape
 from .sizes import Sizes
 
 TMA_CHANNELS, STEP_CHANNELS = 8, 64
 """Channels of halves that a box starts at multiples of, and those of a step."""
 FILTERS_OF_TILE = 192
 """Filters of the widest tile that leaves registers for what data is computed of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How data is computed: `seconds` of all of it, beside sums that take `longer` times as long as
+    those of data that is read, and `least` at any rate. With `rims` boxes of it come with what all
+    taps read; blocks do not share their terms then.
+    """
+
+    seconds: float = 0.0
+    longer: float = 1.0
+    least: float = 0.0
+    rims: bool = False
+
+
 ROWS, CONSUMERS = 64, 2
 """Positions of a warpgroup, and warpgroups that compute on a multiprocessor side by side."""
 
@@ -33,7 +57,7 @@ def front_of(group: GroupView, data: Access) -> list[Block]:
     """
     ops = [group.graph.ops[i] for i in group.ops]
     own = {id(b) for op in ops if any(map(is_convolution, op.blocks)) for b in op.blocks}
-    found, waiting, known = [], [data.tensor], set()
+    found, waiting, known = [], [data.tensor], set[int]()
     while waiting:
         tensor = waiting.pop(0)
         block = group.writer_of.get(tensor)
@@ -43,6 +67,19 @@ def front_of(group: GroupView, data: Access) -> list[Block]:
         if id(block) not in own and not (block.moves and not _is_elementwise(block)):
             found.append(block)
         waiting += [read.tensor for read in block.reads]
+    return found
+
+
+def views_before(group: GroupView, data: Access) -> list[Block]:
+    """The reshapes that data is read through on its way from what it is computed of."""
+    found, waiting, known = [], [data.tensor], set[int]()
+    while waiting:
+        tensor = waiting.pop(0)
+        block = group.writer_of.get(tensor)
+        if block is not None and tensor not in known:
+            known.add(tensor)
+            found += [block] if id(block) in group.views else []
+            waiting += [read.tensor for read in block.reads]
     return found
 
 
@@ -58,17 +95,78 @@ def computes_data(
         return False
     if not all(map(_is_elementwise, front_of(group, data))):
         return False
-    channels = data.index[-1].axes
-    matrices = set()
-    for tensor, axes in reads_of(group, data):
+    channels, sliding = data.index[-1].axes, _sliding(block, data)
+    matrices, by_image, dtypes = set(), False, set()
+    found = list(_tensors_of(group, data))
+    for tensor, axes in found:
         moved = frozenset().union(*axes)
-        if not moved <= channels:
+        by_image |= not moved & sliding and not moved <= channels
+        if tensor in group.writer_of:
+            continue
+        dtypes.add(group.graph.tensors[tensor].dtype)
+        if moved & sliding:
             matrices.add(tensor)
-            if not axes or axes[-1] != channels:
+            if not axes or not axes[-1] or not axes[-1] <= channels:
                 return False
-    dtypes = {group.graph.tensors[t].dtype for t, _ in reads_of(group, data)}
+    # Numbers of an image are read where they are known: computed here they were for each element.
+    known = all(frozenset().union(*axes) & sliding for t, axes in found if t in group.writer_of)
+    if by_image and not (known and _shares_boxes(block, data)):
+        return False
     same = all(group.graph.tensors[t].dtype == sizes.dtype for t in matrices)
     return len(matrices) == 1 and same and dtypes <= {sizes.dtype, "float32"}
+
+
+def _sliding(block: Block, data: Access) -> frozenset[int]:
+    """The axes of a convolution along which its windows slide, taps among them."""
+    reduced = set(block.reduced)
+    dims = [i.axes for i in data.index[:-1] if i.axes & reduced]
+    return frozenset().union(*dims)
+
+
+def _shares_boxes(block: Block, data: Access) -> bool:
+    """Whether all taps read the elements of one box: windows slide by one element."""
+    spatial = set(block.spatial)
+    slides = [i for i in data.index[:-1] if i.axes & set(block.reduced)]
+    return bool(slides) and all(
+        isinstance(i, Affine) and all(i.coefficients[a] == 1 for a in i.axes & spatial)
+        for i in slides
+    )
+
+
+def _tensors_of(group: GroupView, data: Access) -> Iterator[Read]:
+    """What the group reads and computes on the way to data, and the convolution's axes along each
+    dimension; of a reshape those of the dimensions in front that stay as they are, and of all
+    others together.
+    """
+    waiting: list[Read] = [(data.tensor, [index.axes for index in data.index])]
+    while waiting:
+        tensor, axes = waiting.pop()
+        yield tensor, axes
+        block = group.writer_of.get(tensor)
+        if block is None:
+            continue
+        if id(block) in group.views:
+            (read,) = block.reads
+            waiting.append((read.tensor, _through_view(group, read.tensor, tensor, axes)))
+            continue
+        own: dict[int, frozenset[int]] = {}
+        for index, moved in zip(block.writes[0].index, axes, strict=True):
+            own |= dict.fromkeys(index.axes, moved)
+        for read in block.reads:
+            indices = (frozenset().union(*(own.get(i, ()) for i in x.axes)) for x in read.index)
+            waiting.append((read.tensor, list(indices)))
+
+
+def _through_view(
+    group: GroupView, source: int, target: int, axes: list[frozenset[int]]
+) -> list[frozenset[int]]:
+    """The axes along the dimensions of what a reshape reads, of those along its result's."""
+    before, after = (group.graph.tensors[t].shape for t in (source, target))
+    same = 0
+    while same < min(len(before), len(after)) and before[same] == after[same]:
+        same += 1
+    others = frozenset().union(*axes[same:])
+    return [*axes[:same], *[others] * (len(before) - same)]
 
 
 def _is_elementwise(block: Block) -> bool:
@@ -86,23 +184,59 @@ def _is_elementwise(block: Block) -> bool:
     )
 
 
-def computing_seconds(
-    group: GroupView, data: Access, sizes: Sizes, hw: HardwareProfile
-) -> tuple[float, float]:
-    """Seconds of computing all data as often as it is read, beside a convolution's own sums, and of
-    computing it once, without what comes with it.
+def ways_to_compute(
+    group: GroupView, block: Block, data: Access, sizes: Sizes, hw: HardwareProfile
+) -> tuple[list[Way], float]:
+    """How all data can be computed as often as it is read, beside a convolution's own sums; and the
+    seconds of computing it once, without what comes with it. No way where nothing is computed.
     """
     once = elements = 0.0
-    for block in front_of(group, data):
-        count = float(points(block))
+    for front in front_of(group, data):
+        count = float(points(front))
         elements = max(elements, count)
-        once += count * operation_seconds(block.counts, hw)
-        once += count * instructions_of(block.functions) * 2 / hw.fma_per_s_f32
+        once += count * operation_seconds(front.counts, hw)
+        once += count * instructions_of(front.functions) * 2 / hw.fma_per_s_f32
     if not elements:
-        return 0.0, 0.0
+        return [], 0.0
     each = once / elements + element_seconds(hw)
-    steps = -(-sizes.channels // STEP_CHANNELS) * sizes.taps
-    step = ROWS * STEP_CHANNELS * each * hw.num_sms * CYCLES_OF_INSTRUCTION
-    parts = -(-sizes.positions // ROWS) * -(-sizes.filters // FILTERS_OF_TILE)
-    waves = -(-parts // (CONSUMERS * hw.num_sms))
-    return waves * steps * step, once
+    row = STEP_CHANNELS * each * hw.num_sms * CYCLES_OF_INSTRUCTION
+    row *= -(-sizes.channels // STEP_CHANNELS)
+
+    def seconds(boxes: int, rows: int) -> float:
+        parts = boxes * -(-sizes.filters // FILTERS_OF_TILE)
+        return -(-parts // (CONSUMERS * hw.num_sms)) * rows * row
+
+    found = []
+    channels, sliding = data.index[-1].axes, _sliding(block, data)
+    moved = [frozenset().union(*axes) for _, axes in _tensors_of(group, data)]
+    by_image = any(not axes & sliding and axes - channels for axes in moved)
+    if not by_image:
+        found.append(Way(seconds(-(-sizes.positions // ROWS), ROWS * sizes.taps)))
+    if _shares_boxes(block, data) and (shared := _box_with_rim(block, data, by_image)) is not None:
+        boxes, rows = shared
+        longer = max(1.0, boxes * ROWS / sizes.positions)
+        steps = -(-sizes.channels // STEP_CHANNELS) * sizes.taps
+        found.append(Way(seconds(boxes, rows), longer, steps * WINDOWS.step_s, True))
+    return found, once
+
+
+def _box_with_rim(block: Block, data: Access, by_image: bool) -> tuple[int, int] | None:
+    """The number of boxes of 64 positions, and the elements of each with its rim; None where there
+    are no such boxes.
+    """
+    reduced, spatial = set(block.reduced), set(block.spatial)
+    sizes, reach, images = [], [], []
+    for number, index in enumerate(data.index[:-1]):
+        own, taps = index.axes & spatial, index.axes & reduced
+        sizes.append(math.prod(assumed(block.axes[a].extent) for a in own))
+        reach.append(
+            sum(abs(index.coefficients[a]) * (int(block.axes[a].extent) - 1) for a in taps)
+        )
+        if by_image and not taps:
+            images.append(number)
+    try:
+        shape = box_shape(sizes, [1] * len(sizes), reach, rims=True, alone=images)
+    except Unsupported:
+        return None
+    boxes = math.prod(-(-n // size) for n, size in zip(sizes, shape, strict=True))
+    return boxes, math.prod(n + more for n, more in zip(shape, reach, strict=True))

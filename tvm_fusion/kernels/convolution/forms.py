@@ -24,7 +24,16 @@ from .depthwise.config import DepthwiseConfig
 from .depthwise.kernel import emit_depthwise
 from .depthwise.rank import depthwise_ranked
 from .geometry import Convolution, read_convolution
-from .hopper import RimConfig, emit_hopper, emit_rims, hopper_ranked, rims_ranked
+from .hopper import (
+    RimConfig,
+    StreamConfig,
+    emit_hopper,
+    emit_rims,
+    emit_streams,
+    hopper_ranked,
+    rims_ranked,
+    streams_ranked,
+)
 from .images import with_images
 from .products import as_products
 from .runs import emit_convolution_runs, runs_ranked
@@ -91,6 +100,7 @@ CUDA_WRITER = Writer(
     read_convolution,
     (
         _of_any_images(Form("rims", RimConfig, rims_ranked, emit_rims)),
+        _of_any_images(Form("streams", StreamConfig, streams_ranked, emit_streams)),
         _of_any_images(Form("hopper", HopperConfig, hopper_ranked, emit_hopper)),
         _whole(Form("depthwise", DepthwiseConfig, depthwise_ranked, emit_depthwise)),
         _of_any_images(_whole(Form("runs", RunsConfig, runs_ranked, emit_convolution_runs))),

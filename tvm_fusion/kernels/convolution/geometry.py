@@ -392,11 +392,11 @@ class _Reader:
         if any(self._linear(index) is None for index in load.indices) and not ranges.multiples:
             value = floored(value, ranges, self.axes)
             load = self._primary(value)
-        coordinates = tuple(fresh_var(f"d{i}", INDEX) for i in range(len(load.indices)))
-        shape = load.source.ty.shape
+        indices, shape = self._whole_indices(load)
+        coordinates = tuple(fresh_var(f"d{i}", INDEX) for i in range(len(indices)))
         windows, channel_dim = [], None
         group = channels = None
-        forms = [self._expanded(index, ranges) for index in load.indices]
+        forms = [self._expanded(index, ranges) for index in indices]
         forms = self._with_pinned(forms, ranges)
         shared = [{v for v in at if v in in_weights - self.reduced} for (at, _), *_ in forms]
         for dim, (at, expansion, repeats) in enumerate(forms):
@@ -419,7 +419,7 @@ class _Reader:
             tirx.FloorDiv(at, constant(repeats, INDEX)) if repeats > 1 else at
             for at, (_, _, repeats) in zip(coordinates, forms, strict=True)
         ]
-        source = self._over(value, load.indices, places)
+        source = self._over(value, indices, places)
         return Windows(tuple(windows), channel_dim, group, channels, source, coordinates)
 
     # ---- weights
@@ -491,6 +491,28 @@ class _Reader:
         if not loads:
             raise Unsupported("data that is no tensor")
         return max(loads, key=lambda load: len(set(variables(*load.indices)) & set(self.axes)))
+
+    def _whole_indices(self, load: TensorLoad) -> tuple[list[Expr], list[Expr]]:
+        """The indices of a load, and sizes, of which those of two dimensions that hold one, such as
+        groups of channels (``c // 8`` and ``c % 8``), are that one.
+        """
+        indices: list[Expr] = []
+        sizes: list[Expr] = []
+        for index, size in zip(load.indices, load.source.ty.shape, strict=True):
+            above = indices[-1] if indices else None
+            if (
+                isinstance(above, tirx.FloorDiv)
+                and isinstance(index, tirx.FloorMod)
+                and number(above.b) == number(index.b) == number(size) is not None
+                and number(sizes[-1]) is not None
+                and same(above.a, index.a)
+            ):
+                indices[-1] = index.a
+                sizes[-1] = constant(int(number(sizes[-1])) * int(number(size)), INDEX)
+            else:
+                indices.append(index)
+                sizes.append(size)
+        return indices, sizes
 
     def _over(self, value: Expr, indices: Sequence[Expr], places: Sequence[Expr]) -> Expr:
         """An element of the data, with `places` in the place of `indices`."""

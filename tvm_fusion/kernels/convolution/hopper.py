@@ -11,15 +11,16 @@ A transposed convolution of stride 2 is four of stride 1, side by side in one la
 other position along each window, with the taps that meet an element there. So is one of data that
 is enlarged twice by repeating its elements, with all taps, of which neighbours meet the same one.
 Of data that is put together of parts along its channels, a step's channels lie in one of them, and
-each part has windows of its own. Everything behind the sums is the GEMM's own. See
-`gemm.hopper.model.Windows`.
+each part has windows of its own. Data that is computed is so for each tap, in registers, or once
+for all taps of a box, in shared memory (`streams`). Everything behind the sums is the GEMM's own.
+See `gemm.hopper.model.Windows`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from tvm import tirx
@@ -35,7 +36,7 @@ from ..contraction.model import (
     equal_sizes,
     fresh_var,
 )
-from ..contraction.row_runs import with_row_bits
+from ..contraction.row_runs import loads_of, with_row_bits
 from ..contraction.windows import Window
 from ..forms import Ranked
 from ..gemm.epilogue import EpilogueLoad, take_loads
@@ -61,6 +62,7 @@ from ..program.expr import (
     bytes_of,
     constant,
     dtype_of,
+    variables,
 )
 from .boxes import box_shape, row_bits, run_of
 from .geometry import Convolution, Put
@@ -98,6 +100,44 @@ def emit_rims(convolution: Convolution, hw: HardwareProfile, config: RimConfig) 
     """
     check_architecture(hw)
     return emit_problem(read_windows(convolution, rims=True), config, hw)
+
+
+class StreamConfig(HopperConfig):
+    """As `HopperConfig`, of kernels that compute boxes with their rims; `stages` are those of the
+    weights of one tap.
+    """
+
+    __slots__ = ()
+
+
+def streams_ranked(convolution: Convolution, hw: HardwareProfile, policy: Policy) -> Ranked:
+    """As `hopper_ranked`, of kernels that compute the data of a box once for all taps.
+
+    Raises
+    ------
+    Unsupported
+        As `emit_streams`.
+    """
+    check_architecture(hw)
+    ranked = ranked_problems({0: read_windows(convolution, streams=True)}, hw, policy)
+    return [(s, StreamConfig(**asdict(c))) for s, c in ranked if c.multicast == 1]
+
+
+def emit_streams(
+    convolution: Convolution, hw: HardwareProfile, config: StreamConfig
+) -> tirx.PrimFunc:
+    """As `emit_hopper`, of data that is computed: a box comes in once, with its rim, is computed in
+    shared memory, and each tap reads it from another row on, while the taps' weights come one after
+    the other.
+
+    Raises
+    ------
+    Unsupported
+        As `emit_rims`; also for data that is not computed, or of what differs between the positions
+        of an image.
+    """
+    check_architecture(hw)
+    return emit_problem(read_windows(convolution, streams=True), config, hw)
 
 
 def hopper_ranked(convolution: Convolution, hw: HardwareProfile, policy: Policy) -> Ranked:
@@ -140,8 +180,11 @@ class WindowView(OperandView):
         return self.boxes_of_64
 
 
-def read_windows(convolution: Convolution, rims: bool = False) -> HopperProblem:
-    """The convolution as the TMA and wgmma can compute it; with `rims`, all taps in a step.
+def read_windows(
+    convolution: Convolution, rims: bool = False, streams: bool = False
+) -> HopperProblem:
+    """The convolution as the TMA and wgmma can compute it; with `rims`, all taps in a step; with
+    `streams`, of a box that is computed for all of them.
 
     Raises
     ------
@@ -157,13 +200,17 @@ def read_windows(convolution: Convolution, rims: bool = False) -> HopperProblem:
         range(1 if w.is_symbolic else min(n, w.size))
         for n, w in zip(apart, convolution.windows, strict=True)
     )
-    if rims:
+    if rims or streams:
         _check_rims(convolution, dtype)
-    parts = [_Part(convolution, at, dtype, rims).segment() for at in itertools.product(*starts)]
+    parts = [
+        _Part(convolution, at, dtype, rims, streams).segment() for at in itertools.product(*starts)
+    ]
     if not all(part.residual for part in parts):
         parts = list(map(without_residual, parts))
     first = parts[0]
     phases = math.prod(apart) > 1
+    if streams and first.prologue is None:
+        raise Unsupported("data that is not computed")
     if first.prologue is not None and (rims or phases or first.batch):
         raise Unsupported("data that is computed, for groups, phases or all taps of a step")
     return HopperProblem(
@@ -246,10 +293,15 @@ class _Part:
     """
 
     def __init__(
-        self, convolution: Convolution, starts: Sequence[int], dtype: str, rims: bool
+        self,
+        convolution: Convolution,
+        starts: Sequence[int],
+        dtype: str,
+        rims: bool,
+        streams: bool,
     ) -> None:
         self.convolution, self.starts, self.dtype = convolution, starts, dtype
-        self.rims = rims
+        self.rims, self.streams = rims or streams, streams
         self.batch = () if convolution.group is None else (convolution.group,)
         self.n = (convolution.filters,)
         block_k = STEP_BYTES // bytes_of(dtype)
@@ -262,7 +314,8 @@ class _Part:
             raise Unsupported(f"parts of data that are no multiples of {block_k} channels")
         self.run = run_of(convolution, reduced) if reduced else None
         found = [self._windows(source, channels) for source in self.sources]
-        self.windows = _in_one_box(found, self.rims, self.run)
+        alone = _images(convolution) if streams else ()
+        self.windows = _in_one_box(found, self.rims, self.run, alone)
         self.positions = [Axis(fresh_var("position", INDEX), n) for n in found[0].sizes]
 
     def _windows(self, source: Convolution, channels: int) -> Windows:
@@ -295,6 +348,7 @@ class _Part:
             offsets,
             channels if whole else 0,
             self.rims,
+            self.streams,
         )
 
     def segment(self) -> HopperSegment:
@@ -401,7 +455,7 @@ class _Part:
 
 
 def _in_one_box(
-    windows: Sequence[Windows], rims: bool, run: tuple[int, ...] | None
+    windows: Sequence[Windows], rims: bool, run: tuple[int, ...] | None, alone: Collection[int]
 ) -> list[Windows]:
     """The windows of all parts of the data with the positions of a box."""
     first = windows[0]
@@ -410,8 +464,21 @@ def _in_one_box(
         max(abs(w.dilations[i]) * (w.taps[i] - 1) // w.repeats[i] for w in windows)
         for i in range(len(first.sizes))
     ]
-    shape = box_shape(first.sizes, strides, reach, rims, run)
+    shape = box_shape(first.sizes, strides, reach, rims, run, alone)
     return [replace(w, shape=shape) for w in windows]
+
+
+def _images(convolution: Convolution) -> set[int]:
+    """The windows along which vectors differ that data is computed of: those of images, of which a
+    box then has one.
+    """
+    loads = loads_of(convolution.data)
+    read = [
+        {i for i, w in enumerate(convolution.windows) if convolution.coordinates[w.dim] in used}
+        for used in (set(variables(*load.indices)) for load in loads)
+    ]
+    most = max(map(len, read), default=0)
+    return set().union(*(windows for windows in read if len(windows) < most))
 
 
 Walk = tuple[int, int, int, int, int, int, int]
@@ -479,7 +546,11 @@ def _data(
     else:
         value = Operand(put(convolution.data))
         sizes = tuple(w.size if w.is_symbolic else w.high - w.low for w in convolution.windows)
-        prologue = read_prologue(convolution.contraction, convolution.product, value, groups, sizes)
+        held = zip(windows.names, windows.held, strict=True)
+        alone = [name for name, n in held if n == 1] if windows.streams else ()
+        prologue = read_prologue(
+            convolution.contraction, convolution.product, value, groups, sizes, alone
+        )
         source, access = prologue.stored.param, prologue.stored.access
         if prologue.stored.dtype != dtype:
             raise Unsupported(f"data computed of {prologue.stored.dtype}, weights of {dtype}")

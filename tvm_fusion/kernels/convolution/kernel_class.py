@@ -35,7 +35,7 @@ from .blocks import (
     moved_before,
     slides_over_known_sizes,
 )
-from .computed import computes_data, front_of
+from .computed import computes_data, front_of, views_before
 from .launch import RIM_FILTERS, predict, sizes_of, takes_repeats
 from .pooling import pools, refuse_windows, windows_of
 from .transform import LEAST_CHANNELS, LEAST_FILTERS, RATE, TAPS
@@ -121,7 +121,8 @@ class ConvolutionClass(Nest):
         found = moved_before(group, anchor, lambda channels: takes_repeats(sizes, hw, channels))
         front = front_of(group, data) if hw.kind == "cuda" else []
         if front and computes_data(group, block, data, sizes, hw):
-            found |= frozenset(w.tensor for b in front for w in b.writes) - set(group.outputs)
+            before = [*front, *views_before(group, data)]
+            found |= frozenset(w.tensor for b in before for w in b.writes) - set(group.outputs)
         return found
 
     def reduced_further(self, group: GroupView, hw: HardwareProfile) -> Mapping[int, RowRuns]:

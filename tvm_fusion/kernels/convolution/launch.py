@@ -27,7 +27,7 @@ from ..group.read_order import is_transposing
 from ..program.expr import HALF_DTYPES
 from .blocks import data_and_weights, is_convolution, parts_of, source_of
 from .boxes import boxes_of
-from .computed import STEP_CHANNELS, TMA_CHANNELS, computing_seconds
+from .computed import STEP_CHANNELS, TMA_CHANNELS, Way, ways_to_compute
 from .depthwise.problem import MOST_CHANNELS
 from .depthwise.time import sums_seconds
 from .product_time import cuda_core_seconds, mma_seconds
@@ -149,27 +149,31 @@ def predict(
     )
     convolution = next(filter(is_convolution, group.blocks))
     data, _ = data_and_weights(convolution)
-    computing, once = computing_seconds(group, data, sizes, hw)
+    ways, once = ways_to_compute(group, convolution, data, sizes, hw)
     few = sizes.taps > 1 and sizes.filters <= RIM_FILTERS
-    without_rims = few and (computing or sizes.repeats > 1)
     more = _more_boxes(runs, sizes) if runs else 1.0
     taken = ("wgmma", "tensor") if _by_windows(group, runs, sizes) else ("wgmma",)
     work -= once
     found = []
     for name, body in _bodies(sizes, hw, policy):
-        if (computing and name != "wgmma") or (runs and name not in taken):
+        if (ways and name != "wgmma") or (runs and name not in taken):
             continue
         if runs and name == "wgmma":
             if not more or hw.arch != "sm_90a":
                 continue
             body *= more
-        if without_rims and name == "wgmma":
-            body *= WITHOUT_RIMS
         stores = _apart_seconds(group, sizes, name, hw)
-        found.append((max(body + computing + work, hbm) + stores, name, body, stores))
+        for way in ways or [Way()]:
+            sums = body
+            if name == "wgmma":
+                without_rims = few and (sizes.repeats > 1 or (bool(ways) and not way.rims))
+                sums *= way.longer * (WITHOUT_RIMS if without_rims else 1.0)
+                sums = max(sums, way.least)
+            total = max(sums + way.seconds + work, hbm) + stores
+            found.append((total, name, sums, stores, way.seconds))
     if not found:
         return None
-    seconds, name, body, stores = min(found)
+    seconds, name, body, stores, computing = min(found)
     terms = {name: body, "hbm": hbm, "operations": work, "stores": stores, "start": START_SECONDS}
     if computing:
         terms["computed"] = computing

@@ -27,7 +27,7 @@ from .cost import (
     stripe,
 )
 from .model import BOX, HopperProblem, HopperSegment, OperandView
-from .plan import BARRIER_BYTES, BOX_BYTES, DEFERRED_STEPS, make_plan
+from .plan import BARRIER_BYTES, BOX_BYTES, DATA_STAGES, DEFERRED_STEPS, make_plan
 
 MAX_STAGES = 16
 
@@ -151,7 +151,8 @@ def tile_of(
     tile = GemmTile(**{name: getattr(config, name) for name in shared}, ahead=ahead)
     if problem is None or problem.taps == 1:
         return tile
-    return replace(tile, taps=problem.taps, rim=problem.box_bytes / (BOX * STEP_BYTES))
+    rim = problem.box_bytes / (BOX * STEP_BYTES)
+    return replace(tile, taps=problem.taps, rim=rim, streams=problem.streams)
 
 
 def _whole_lines(view: OperandView) -> bool:
@@ -276,7 +277,11 @@ def _deepest(
             short = _least_steps(problem) < DEFERRED_STEPS
             boxes = 2 * count if short and split == 1 else count
     free = hw.smem_per_block_bytes - BARRIER_BYTES - block_m // BOX * boxes * BOX_BYTES
-    stage = block_m // BOX * problem.box_bytes + block_n * problem.taps * STEP_BYTES
+    data, stage = block_m // BOX * problem.box_bytes, block_n * problem.taps_of_stage * STEP_BYTES
+    if problem.streams:
+        free -= DATA_STAGES * data
+    else:
+        stage += data
     stages = min(MAX_STAGES, free // stage)
     if stages < 2:
         return None

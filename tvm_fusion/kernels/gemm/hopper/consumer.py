@@ -12,6 +12,7 @@ from ...gpu.product_frame import Tile
 from ...program.expr import HALF_DTYPES, bytes_of
 from .epilogue import Epilogue
 from .fragments import fragments_of
+from .in_place import InPlace
 from .layout import Layout
 from .model import BOX, STEP_BYTES, WGMMA_BYTES
 from .state import (
@@ -23,6 +24,7 @@ from .state import (
     fence_shared,
     place_in,
     release,
+    release_data,
     send_to,
     wait,
     warpgroup_sync,
@@ -147,7 +149,11 @@ class Consumer:
         self.epilogue = Epilogue(kernel, number, self.sums)
         split = self.plan.config.split > 1
         self.exchange = Exchange(kernel, self.epilogue.layout, self.sums) if split else None
-        self.fragments = fragments_of(kernel, self.epilogue.layout)
+        self.streams = kernel.problem.streams
+        self.data = Ring(self.plan.data_stages, 0) if self.streams else None
+        computes = self.streams and kernel.problem.prologue is not None
+        self.in_place = InPlace(kernel, self.epilogue.layout) if computes else None
+        self.fragments = None if computes else fragments_of(kernel, self.epilogue.layout)
 
     def _descriptor(self, buffer: Expr, k_major: bool, offset: Expr | int, rows: int = 8) -> Expr:
         """The matrix descriptor of a tile in stage 0, its groups of 8 rows so many rows apart.
@@ -186,11 +192,16 @@ class Consumer:
             if self.fragments is not None:
                 self.fragments.begin(tile)
                 self.fragments.ahead(tile, 0)
+            if self.in_place is not None:
+                self.in_place.begin(tile)
             if plan.config.deferred:
                 self._steps_with_epilogue(turn, tile)
             else:
                 if self.promote:
                     self._windows(tile)
+                elif self.streams:
+                    with T.serial(0, self.steps) as step:
+                        self._taps_of(step, tile)
                 else:
                     with T.serial(0, self.steps) as step:
                         self._step_of(step, tile)
@@ -237,21 +248,9 @@ class Consumer:
         size = plan.b_bytes // 16
         b = T.Bind(self.b_start[0] + T.cast(ring.stage * size, "uint64"))
         T.evaluate(T.ptx.wgmma.fence.sync.aligned())
-        terms = WGMMA_BYTES // bytes_of(kernel.problem.dtype)
-        name = (
-            f"wgmma.mma_async.sync.aligned.m64n{plan.config.block_n}k{terms}"
-            f".f32.{'.'.join(kernel.problem.kinds)}"
-        )
-        sums = [self.partial[i] for i in range(plan.accumulators)]
         next_tap = plan.config.block_n * STEP_BYTES // 16
         for tap, (_, row) in enumerate(self.taps):
-            for part in range(STEP_BYTES // WGMMA_BYTES):
-                later = T.ptx.pred(True if part or tap else adds)
-                at_a = [a + T.uint64(row * STEP_BYTES // 16 + part * self.a_step)]
-                if fragments is not None:
-                    at_a = fragments.of_wgmma(part)
-                at_b = b + T.uint64(tap * next_tap + part * self.b_step)
-                T.evaluate(T.ptx[name](*sums, *at_a, at_b, later, 1, 1, *self._transposed()))
+            self._multiply(a, row, b, tap * next_tap, True if tap else adds)
         T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
         if self.promote:
             self._promote(place)
@@ -264,6 +263,52 @@ class Consumer:
             self._release_previous(step)
         self.epilogue.during(step, tile)
         ring.advance()
+
+    def _multiply(self, a: Expr, row: int, b: Expr, place: int, adds: Expr | bool) -> None:
+        """The wgmmas of one tile of B, at a place behind the first one; that of A starts at a row
+        of its box. `adds` says whether there are sums already.
+        """
+        fragments, dtype = self.fragments, self.kernel.problem.dtype
+        terms = WGMMA_BYTES // bytes_of(dtype)
+        name = (
+            f"wgmma.mma_async.sync.aligned.m64n{self.plan.config.block_n}k{terms}"
+            f".f32.{'.'.join(self.kernel.problem.kinds)}"
+        )
+        sums = [self.partial[i] for i in range(self.plan.accumulators)]
+        for part in range(STEP_BYTES // WGMMA_BYTES):
+            later = T.ptx.pred(True if part else adds)
+            at_a = [a + T.uint64(row * STEP_BYTES // 16 + part * self.a_step)]
+            if fragments is not None:
+                at_a = fragments.of_wgmma(part)
+            at_b = b + T.uint64(place + part * self.b_step)
+            T.evaluate(T.ptx[name](*sums, *at_a, at_b, later, 1, 1, *self._transposed()))
+
+    def _taps_of(self, step: Expr, tile: Tile) -> None:
+        """One step whose box of A all taps read, each with weights of a stage of their own."""
+        kernel, plan, ring, data = self.kernel, self.plan, self.ring, self.data
+        if self.in_place is not None:
+            self.in_place.ahead(tile, step)
+        wait(kernel.shared.brought.ptr_to([data.stage]), data.phase)
+        if self.in_place is not None:
+            self.in_place.compute(step, data.stage)
+        a = T.Bind(self.a_start[0] + T.cast(data.stage * (plan.a_bytes // 16), "uint64"))
+        for tap, (_, row) in enumerate(self.taps):
+            wait(kernel.shared.full.ptr_to([ring.stage]), ring.phase)
+            size = plan.b_bytes // 16
+            b = T.Bind(self.b_start[0] + T.cast(ring.stage * size, "uint64"))
+            T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+            self._multiply(a, row, b, 0, True if tap else step > 0)
+            T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+            last = tap == len(self.taps) - 1
+            T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0 if last else 1))
+            if tap:
+                release(kernel, ring.previous)
+            if last:
+                release(kernel, ring.stage)
+                release_data(kernel, data.stage)
+            ring.advance()
+        self.epilogue.during(step, tile)
+        data.advance()
 
     def _transposed(self) -> list[int]:
         """Which operands in memory are not contiguous along the terms; only halves may be so."""

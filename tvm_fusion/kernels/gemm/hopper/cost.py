@@ -141,7 +141,7 @@ class GemmWork:
 class GemmTile:
     """How it is computed; see `HopperConfig`. `group_m`: 0 stands for that of `stripe`. `ahead`: a
     residual travels while the tile before is computed. `taps`: tiles of B in a step, `rim`: rows of
-    A that come for each row of a tile.
+    A that come for each row of a tile. `streams`: each tile of B has a stage of its own.
     """
 
     block_m: int
@@ -155,6 +155,7 @@ class GemmTile:
     ahead: bool = False
     taps: int = 1
     rim: float = 1.0
+    streams: bool = False
 
 
 TENSOR_CELLS = 32
@@ -346,8 +347,9 @@ class _Model:
         single = t.block_m == 64 and t.block_n == 64 and not t.deferred and t.split == 1
         clock = self.hw.clock_ghz * 1e9 * f.tensor_clock
         from_a, from_b = self._shared()
+        stages, latency = t.taps if t.streams else 1, self.hw.l2_latency_s / t.stages
         return {
-            "step": max(f.single_step_s if single else f.step_s, self.hw.l2_latency_s / t.stages),
+            "step": stages * max(f.single_step_s if single else f.step_s, latency),
             "tensor": t.block_m * t.block_n * t.taps / TENSOR_CELLS / clock,
             "port": port,
             "smem": self._shared_memory() / (clock * f.smem_bytes_per_cycle),
@@ -356,8 +358,11 @@ class _Model:
         }
 
     def _computed(self) -> float:
-        """Seconds in which consumers compute A, each its rows."""
-        elements = CONSUMER_ROWS * STEP_BYTES / self.work.element_bytes * self.tile.taps
+        """Seconds in which consumers compute A, each its rows: for each tap or, where all read the
+        same box, with its rim.
+        """
+        rows = CONSUMER_ROWS * (self.tile.rim if self.tile.streams else self.tile.taps)
+        elements = rows * STEP_BYTES / self.work.element_bytes
         turns = max(CYCLES_OF_INSTRUCTION, self.tile.block_m / CONSUMER_ROWS)
         return self.work.computed_s * elements * self.hw.num_sms * turns
 

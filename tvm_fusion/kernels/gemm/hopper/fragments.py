@@ -18,7 +18,7 @@ from ...gpu.access import half_of, load_word
 from ...gpu.intrinsics import pack_halves
 from ...gpu.memory import copy_in
 from ...gpu.product_frame import Tile, coordinates, evaluate
-from ...program.expr import HALF_DTYPES, bytes_of, conjunction, convert, dtype_of, variables
+from ...program.expr import HALF_DTYPES, bytes_of, conjunction, convert, dtype_of
 from ..epilogue import EpilogueLoad
 from .layout import Layout
 from .producer import TapCounter
@@ -43,9 +43,7 @@ class Fragments:
         self.dtype = self.problem.dtype
         self.words = T.alloc_local((FRAGMENT_WORDS,), "uint32")
         self.kept = [(load, self._registers(load)) for load in self.prologue.loads]
-        axes = {axis.var for group in self.prologue.groups.values() for axis in group}
-        values = (*(b.value for b in self.prologue.bindings), self.prologue.value)
-        self.reads_axes = bool(axes & set(variables(*values)))
+        self.reads_axes = self.prologue.reads_axes
 
     def _registers(self, load: EpilogueLoad) -> Expr:
         rows = 2 if is_by_row(load) else 1

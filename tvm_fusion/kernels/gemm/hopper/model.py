@@ -74,9 +74,10 @@ class Windows:
                  w[filter, tap number first_tap + r * tap_step + s * tap_step, channel]
 
     With `rims` a step has all taps: a box is brought in with its rim once, and each tap reads it
-    from another row on. What the TMA reads outside of the data is zero, which is the padding. The
-    axes of rows are the boxes along each window, then the positions in one along each of them;
-    there are `sizes` positions, and boxes at the end may reach beyond them.
+    from another row on; with `streams`, too, weights have stages of their own, one for each tap.
+    What the TMA reads outside of the data is zero, which is the padding. The axes of rows are the
+    boxes along each window, then the positions in one along each of them; there are `sizes`
+    positions, and boxes at the end may reach beyond them.
 
     Attributes
     ----------
@@ -89,6 +90,7 @@ class Windows:
     group_channels : from a group's channels to the next one's, which are whole steps and lie behind
         each other; 0 where groups are a dimension of their own.
     rims : a box of A holds what all taps of its positions read.
+    streams : with rims, the taps' weights of a step come one after the other.
     """
 
     sizes: tuple[Extent, ...]
@@ -104,6 +106,7 @@ class Windows:
     offsets: tuple[int, ...]
     group_channels: int = 0
     rims: bool = False
+    streams: bool = False
 
     @property
     def sliding(self) -> tuple[int, ...]:
@@ -324,9 +327,20 @@ class HopperProblem:
 
     @property
     def taps(self) -> int:
-        """Taps of a step: tiles of B in a stage."""
+        """Taps of a step: tiles of B."""
         windows = self.segments[0].windows
         return 1 if windows is None or not windows.rims else math.prod(windows.taps)
+
+    @property
+    def streams(self) -> bool:
+        """Whether A and B have stages of their own, B one for each tap."""
+        windows = self.segments[0].windows
+        return windows is not None and windows.streams
+
+    @property
+    def taps_of_stage(self) -> int:
+        """Tiles of B in a stage."""
+        return 1 if self.streams else self.taps
 
     @property
     def block_k(self) -> int:

@@ -26,6 +26,9 @@ GROUP = 8
 # Steps that an epilogue can be spread over; fewer leave no room for it.
 DEFERRED_STEPS = 3
 
+# Boxes of A under way for each consumer where A has stages of its own: one is read, one arrives.
+DATA_STAGES = 2
+
 
 def check_config(problem: HopperProblem, config: HopperConfig, out_n: int, steps: int) -> None:
     """Refuses what cannot be planned.
@@ -45,6 +48,8 @@ def check_config(problem: HopperProblem, config: HopperConfig, out_n: int, steps
     _check_prologue(problem, config)
     if not problem.shared and config.split > 1:
         raise Unsupported("segments of their own with split terms")
+    if problem.streams and (config.split > 1 or config.deferred):
+        raise Unsupported("stages of A beside those of B, with split terms or a kept tile")
     if problem.rounds_operands and not config.tf32:
         raise Unsupported("float32 operands, which may not be rounded to tfloat32")
     if steps < config.split:
@@ -177,12 +182,13 @@ class Plan:
     """What follows from a problem and a configuration. Sizes in elements unless named otherwise.
 
     `out_n` are the columns of a tile's outputs, `share_n` those that one block of a cluster stores.
-    A block takes `least_steps` of the `steps` of a tile, the first `spare_steps` blocks of a
-    cluster one more. `clusters` take tiles in turn, single blocks unless the configuration has
-    clusters. `depths` are the steps of each segment, `steps` the most; `a_maps` are those of A's
-    tensors, once if segments share A, else for each. `by_rows` is the position of each segment's
-    output that leaves row by row through a box of shared memory, if one does. A deferred epilogue
-    takes `chunks_per_step` of its pieces in each of `peeled` steps.
+    Where A has `data_stages` of its own, `data_bytes` arrive in one; else in each of the
+    configuration's, with B. A block takes `least_steps` of the `steps` of a tile, the first
+    `spare_steps` blocks of a cluster one more. `clusters` take tiles in turn, single blocks unless
+    the configuration has clusters. `depths` are the steps of each segment, `steps` the most;
+    `a_maps` are those of A's tensors, once if segments share A, else for each. `by_rows` is the
+    position of each segment's output that leaves row by row through a box of shared memory, if one
+    does. A deferred epilogue takes `chunks_per_step` of its pieces in each of `peeled` steps.
     """
 
     config: HopperConfig
@@ -204,6 +210,8 @@ class Plan:
     a_maps: tuple[tuple[TensorMap, ...], ...]
     b_maps: tuple[tuple[TensorMap, ...], ...]
     by_rows: tuple[int | None, ...]
+    data_stages: int = 0
+    data_bytes: int = 0
     producer_registers: int = PRODUCER_REGISTERS
 
     @property
@@ -234,9 +242,14 @@ class Plan:
         return not self.config.deferred and self.config.boxes > self.share_n // BOX
 
     @property
-    def stage_bytes(self) -> int:
-        """Shared memory of a stage."""
-        return self.a_bytes + self.b_bytes
+    def ring_bytes(self) -> int:
+        """Shared memory of all stages."""
+        return self.a_stages * self.a_bytes + self.config.stages * self.b_bytes
+
+    @property
+    def a_stages(self) -> int:
+        """Stages of A."""
+        return self.data_stages or self.config.stages
 
     @property
     def exchange_bytes(self) -> int:
@@ -252,8 +265,7 @@ class Plan:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a block."""
-        c = self.config
-        return c.stages * self.stage_bytes + self.consumers * self.boxes * BOX_BYTES + BARRIER_BYTES
+        return self.ring_bytes + self.consumers * self.boxes * BOX_BYTES + BARRIER_BYTES
 
     @property
     def boxes(self) -> int:
@@ -303,6 +315,7 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
     peeled = ceil_div(chunks, per_step) if c.deferred else 0
     own = problem.segments[:1] if problem.shared else problem.segments
     tiles = _tiles(problem, c.block_m * c.multicast, out_n)
+    b_bytes = c.block_n * problem.taps_of_stage * STEP_BYTES
     clusters = clusters_on_device(c.split * c.multicast, 1, hw)
     if not clusters:
         raise Unsupported(f"clusters of {c.split * c.multicast} blocks on this device")
@@ -314,8 +327,8 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
         steps=steps,
         a_rows=a_rows,
         a_bytes=c.block_m // BOX * problem.box_bytes,
-        b_bytes=c.block_n * problem.taps * STEP_BYTES,
-        transaction_bytes=_arriving(problem, a_rows) + c.block_n * problem.taps * STEP_BYTES,
+        b_bytes=b_bytes,
+        transaction_bytes=b_bytes + (0 if problem.streams else _arriving(problem, a_rows)),
         tiles=tiles,
         clusters=min(tiles, clusters) if isinstance(tiles, int) else clusters,
         accumulators=c.block_n // 2,
@@ -328,6 +341,8 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
             tuple(view.boxes(out_n // c.multicast) for view in s.b) for s in problem.segments
         ),
         by_rows=tuple(None if c.staged else _by_rows(problem, s) for s in problem.segments),
+        data_stages=DATA_STAGES if problem.streams else 0,
+        data_bytes=_arriving(problem, a_rows) if problem.streams else 0,
         producer_registers=WINDOW_REGISTERS if problem.has_windows else PRODUCER_REGISTERS,
     )
     if plan.smem_bytes > hw.smem_per_block_bytes:
@@ -335,7 +350,9 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
     if plan.live_accumulators > MAX_ACCUMULATORS:
         raise Unsupported(f"{plan.live_accumulators} registers of sums")
     if problem.prologue is not None:
-        used = plan.accumulators + problem.prologue.registers + OTHER_REGISTERS
+        found = problem.prologue
+        own = found.registers_in_place if problem.streams else found.registers
+        used = plan.accumulators + own + OTHER_REGISTERS
         if used > plan.consumer_registers:
             raise Unsupported(f"{used} registers for sums and for what A is computed of")
     crowded = plan.consumers > 1 and plan.live_accumulators > FUNCTION_ACCUMULATORS
@@ -345,7 +362,7 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
         raise Unsupported(f"{plan.consumers} consumers, which have no registers for a kept tile")
     if crowded and c.deferred and problem.pairs_with_wide_loads:
         raise Unsupported("kept pairs of columns that leave no registers for wide loads")
-    if plan.exchange_bytes > c.stages * plan.stage_bytes:
+    if plan.exchange_bytes > plan.ring_bytes:
         raise Unsupported(f"{plan.exchange_bytes} bytes of partial sums in {c.stages} stages")
     if plan.smem_bytes > hw.smem_per_block_bytes:
         raise Unsupported(f"{plan.smem_bytes} bytes of shared memory")

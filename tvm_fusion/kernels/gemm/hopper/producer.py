@@ -17,6 +17,7 @@ from .state import Hopper, Ring, expect, wait
 def emit_producer(kernel: Hopper) -> None:
     """Emits the loop of the producer thread."""
     ring = Ring(kernel.plan.config.stages, 1)
+    data = Ring(kernel.plan.data_stages, 1) if kernel.problem.streams else None
     terms = _terms(kernel)
     with T.serial(0, kernel.turns) as turn:
         tile = _kept(kernel.grid, kernel.tile(turn))
@@ -26,24 +27,53 @@ def emit_producer(kernel: Hopper) -> None:
                 wait(kernel.shared.resume.ptr_to([0]), (turn + 1) % 2)
         terms.begin(tile)
         with T.serial(0, kernel.steps_of(tile), unroll=False) as step:
-            barrier = kernel.shared.full.ptr_to([ring.stage])
-            _wait_until_empty(kernel, ring)
-            expect(barrier, kernel.plan.transaction_bytes)
-            term = terms.at(step)
-            if kernel.problem.shared:
-                terms.load_a(0, tile, term, ring.stage, barrier)
-            for number, own in kernel.grid.each_segment(tile):
-                if not kernel.problem.shared:
-                    terms.load_a(number, own, term, ring.stage, barrier)
-                for place, tap in enumerate(terms.taps(number)):
-                    _load_b(kernel, number, own, term | tap, ring.stage, barrier, place)
-                terms.advance(number)
-            ring.advance()
+            if data is None:
+                _fill(kernel, terms, ring, tile, step)
+            else:
+                _stream(kernel, terms, data, ring, tile, step)
     if kernel.plan.config.multicast > 1:
         # The block lives until the others have handed back its last stages.
         with T.serial(0, kernel.plan.config.stages, unroll=False):
             _wait_until_empty(kernel, ring)
             ring.advance()
+
+
+def _fill(kernel: Hopper, terms: Terms | Taps, ring: Ring, tile: Tile, step: Expr) -> None:
+    """Emits a step whose A and B come into one stage."""
+    barrier = kernel.shared.full.ptr_to([ring.stage])
+    _wait_until_empty(kernel, ring)
+    expect(barrier, kernel.plan.transaction_bytes)
+    term = terms.at(step)
+    if kernel.problem.shared:
+        terms.load_a(0, tile, term, ring.stage, barrier)
+    for number, own in kernel.grid.each_segment(tile):
+        if not kernel.problem.shared:
+            terms.load_a(number, own, term, ring.stage, barrier)
+        for place, tap in enumerate(terms.taps(number)):
+            _load_b(kernel, number, own, term | tap, ring.stage, barrier, place)
+        terms.advance(number)
+    ring.advance()
+
+
+def _stream(
+    kernel: Hopper, terms: Terms | Taps, data: Ring, ring: Ring, tile: Tile, step: Expr
+) -> None:
+    """Emits a step in which A comes into a stage of its own, and the weights of each tap behind it
+    into one of theirs.
+    """
+    term = terms.at(step)
+    wait(kernel.shared.free.ptr_to([data.stage]), data.phase)
+    brought = kernel.shared.brought.ptr_to([data.stage])
+    expect(brought, kernel.plan.data_bytes)
+    terms.load_a(0, tile, term, data.stage, brought)
+    data.advance()
+    for tap in terms.taps(0):
+        _wait_until_empty(kernel, ring)
+        full = kernel.shared.full.ptr_to([ring.stage])
+        expect(full, kernel.plan.transaction_bytes)
+        _load_b(kernel, 0, tile, term | tap, ring.stage, full)
+        ring.advance()
+    terms.advance(0)
 
 
 def _kept(grid: Grid | SegmentGrid, tile: Tile) -> Tile:

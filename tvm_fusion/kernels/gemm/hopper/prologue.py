@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import tvm_ffi
@@ -27,7 +28,7 @@ from ...contraction.model import Binding
 from ...contraction.reader import Contraction, Operand, Product
 from ...gpu.access import Groups
 from ...group.footprint import instructions_of
-from ...program.expr import HALF_DTYPES, bytes_of
+from ...program.expr import HALF_DTYPES, bytes_of, variables
 from ...program.program import Extent
 from ..epilogue import EpilogueLoad, LoadTaker, count_operations, holds_load
 from ..launch import operation_seconds
@@ -57,6 +58,13 @@ class Prologue:
     terms: int
     extents: tuple[Extent, ...] = ()
 
+    @property
+    def reads_axes(self) -> bool:
+        """Whether the function is one of where an element lies, too."""
+        axes = {axis.var for group in self.groups.values() for axis in group}
+        values = (*(b.value for b in self.bindings), self.value)
+        return bool(axes & set(variables(*values)))
+
     def same_for_terms(self, load: EpilogueLoad) -> bool:
         """Whether a load is the same for all terms of a row."""
         return "k" not in load.groups
@@ -79,6 +87,15 @@ class Prologue:
             total += each * -(-terms // packed)
         return total
 
+    @property
+    def registers_in_place(self) -> int:
+        """The same where it is computed in shared memory: of so many channels."""
+        total = 2 * CHANNELS_OF_THREAD
+        for load in self.loads:
+            terms = 1 if self.same_for_terms(load) else CHANNELS_OF_THREAD
+            total += -(-terms * bytes_of(load.dtype) // 4)
+        return total
+
     def seconds(self, hw: HardwareProfile) -> float:
         """Time that the whole device needs for one element."""
         values = [*(b.value for b in self.bindings), self.value]
@@ -95,6 +112,8 @@ TERMS_OF_THREAD = 16
 """Terms of a step that a thread holds, of each of its two rows."""
 FRAGMENT_WORDS = 16
 """Words of a thread's fragments of a step of halves."""
+CHANNELS_OF_THREAD = 8
+"""Terms that a thread computes together in shared memory: 16 bytes of halves."""
 
 
 def read_prologue(
@@ -103,9 +122,11 @@ def read_prologue(
     operand: Operand,
     groups: Groups,
     extents: tuple[Extent, ...] = (),
+    alone: Collection[str] = (),
 ) -> Prologue:
     """What is computed of A; groups other than "batch" and "k" are rows, windows of such `extents`
-    where there are any.
+    where there are any. Along those that are `alone` all rows that are computed together lie at the
+    same place, so that what differs only along them and between terms is a vector.
 
     Raises
     ------
@@ -118,7 +139,8 @@ def read_prologue(
     value = taker.visit(operand.value)
     if any(map(holds_load, (*(b.value for b in bindings), value))):
         raise Unsupported("an operand computed of what is read under a condition")
-    whole = [load for load in taker.found if "k" in load.groups and is_by_row(load)]
+    one = frozenset(alone)
+    whole = [x for x in taker.found if "k" in x.groups and x.groups - {"batch", "k"} - one]
     if len(whole) != 1 or whole[0].access is None:
         raise Unsupported(f"an operand computed of {len(whole)} matrices")
     (stored,) = whole
@@ -129,7 +151,7 @@ def read_prologue(
         raise Unsupported("an operand computed of float32")
     if {load.dtype for load in taker.found} - {stored.dtype, "float32"}:
         raise Unsupported("an operand computed of other dtypes")
-    if extents and any(is_by_row(load) for load in others):
+    if extents and any(load.groups - {"batch", "k"} - one for load in others):
         raise Unsupported("data computed of what differs between positions")
     terms = math.prod(axis.extent for axis in groups["k"])
     return Prologue(bindings, value, stored, others, groups, terms, extents)

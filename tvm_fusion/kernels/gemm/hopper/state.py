@@ -91,6 +91,7 @@ class Shared:
     """Buffers and barriers in shared memory.
 
     `full` and `empty` belong to the stages of A and B, `arrived` to the boxes a residual comes in.
+    Where A has stages of its own, `brought` and `free` belong to those.
     Of blocks that split the terms of a tile: `partial` lies over the stages and holds sums of the
     others; `drained` says that all blocks of the cluster are through with their stages, `summed`
     (one a consumer) that the sums have come, `resume` that the producer may go on.
@@ -106,6 +107,8 @@ class Shared:
     drained: Expr | None = None
     summed: Expr | None = None
     resume: Expr | None = None
+    brought: Expr | None = None
+    free: Expr | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -199,13 +202,16 @@ def allocate(problem: HopperProblem, plan: Plan) -> Shared:
         return pool.alloc((count, size), dtype, align=1024, layout=None)
 
     shared = Shared(
-        a=tiles(c.stages, plan.a_bytes),
+        a=tiles(plan.a_stages, plan.a_bytes),
         b=tiles(c.stages, plan.b_bytes),
         boxes=tiles(plan.consumers * plan.boxes, BOX * BOX, "float16") if plan.boxes else None,
         full=pool.alloc((c.stages,), "uint64", align=8),
         empty=pool.alloc((c.stages,), "uint64", align=8),
         arrived=pool.alloc((max(1, plan.consumers * c.boxes),), "uint64", align=8),
     )
+    if plan.data_stages:
+        shared.brought = pool.alloc((plan.data_stages,), "uint64", align=8)
+        shared.free = pool.alloc((plan.data_stages,), "uint64", align=8)
     if c.split > 1:
         shared.drained = pool.alloc((1,), "uint64", align=8)
         shared.summed = pool.alloc((plan.consumers,), "uint64", align=8)
@@ -225,6 +231,9 @@ def initialise_barriers(kernel: Hopper) -> None:
             _initialise(shared.empty.ptr_to([stage]), kernel.plan.consumers * c.multicast)
         for box in range(kernel.plan.consumers * c.boxes):
             _initialise(shared.arrived.ptr_to([box]), 1)
+        for stage in range(kernel.plan.data_stages):
+            _initialise(shared.brought.ptr_to([stage]), 1)
+            _initialise(shared.free.ptr_to([stage]), kernel.plan.consumers)
         if c.split > 1:
             _initialise(shared.drained.ptr_to([0]), c.split * kernel.plan.consumers)
             _initialise(shared.resume.ptr_to([0]), kernel.plan.consumers)
@@ -267,6 +276,13 @@ def release(kernel: Hopper, stage: Expr) -> None:
             T.evaluate(arrive_at(barrier, thread))
         else:
             T.evaluate(T.ptx.mbarrier.arrive.shared.b64(barrier, T.uint32(1)))
+
+
+def release_data(kernel: Hopper, stage: Expr) -> None:
+    """Emits the hand-back of a stage of A alone by one thread of a consumer warpgroup."""
+    with T.If(kernel.thread % 128 == 0), T.Then():
+        barrier = kernel.shared.free.ptr_to([stage])
+        T.evaluate(T.ptx.mbarrier.arrive.shared.b64(barrier, T.uint32(1)))
 
 
 def warpgroup_sync(number: Expr) -> None:
