@@ -317,3 +317,15 @@ def _uses(expr: Expr, var: Var) -> bool:
 def same(a: Expr, b: Expr) -> bool:
     """Structural equality; variables are compared by identity (they may print alike)."""
     return a.same_as(b) or tvm_ffi.structural_equal(a, b)
+
+
+def has_threads(nest: tirx.Stmt) -> bool:
+    """Whether a statement is for the threads of a GPU."""
+
+    def loop(node: tirx.For) -> tvm_ffi.VisitInterrupt | None:
+        return tvm_ffi.VisitInterrupt() if node.kind == tirx.ForKind.THREAD_BINDING else None
+
+    def attr(node: tirx.AttrStmt) -> tvm_ffi.VisitInterrupt | None:
+        return tvm_ffi.VisitInterrupt() if node.attr_key == "thread_extent" else None
+
+    return tvm_ffi.structural_walk(nest, [(tirx.For, loop), (tirx.AttrStmt, attr)]) is not None

@@ -26,7 +26,7 @@ from tvm import s_tir, tirx
 from tvm.ir import Call, Expr, PrimType, Range, TensorLoad, Var
 from tvm.sym import Analyzer
 
-from ...ir.blocks import substitute
+from ...ir.blocks import has_threads, substitute
 from ...transform.lower.ordered_writes import serial, variables_of
 
 THREADS = 128
@@ -78,7 +78,7 @@ def plain_schedule(func: tirx.PrimFunc) -> tirx.PrimFunc | None:
 
 def _scheduled(nest: tirx.Stmt) -> tuple[tirx.Stmt, str]:
     """One nest on threads, and how."""
-    if _has_threads(nest):
+    if has_threads(nest):
         return nest, OWN_THREADS
     loops, body = _loops(nest)
     spread = _independent(loops, body)
@@ -310,13 +310,3 @@ def calls_host(nest: tirx.Stmt) -> bool:
         return tvm_ffi.VisitInterrupt() if _name(call).startswith(_HOST_CALLS) else None
 
     return tvm_ffi.structural_walk(nest, [(Call, visit)]) is not None
-
-
-def _has_threads(nest: tirx.Stmt) -> bool:
-    def loop(node: tirx.For) -> tvm_ffi.VisitInterrupt | None:
-        return tvm_ffi.VisitInterrupt() if node.kind == tirx.ForKind.THREAD_BINDING else None
-
-    def attr(node: tirx.AttrStmt) -> tvm_ffi.VisitInterrupt | None:
-        return tvm_ffi.VisitInterrupt() if node.attr_key == "thread_extent" else None
-
-    return tvm_ffi.structural_walk(nest, [(tirx.For, loop), (tirx.AttrStmt, attr)]) is not None

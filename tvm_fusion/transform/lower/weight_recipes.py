@@ -3,7 +3,8 @@
     lv = R.call_tir(cls.multiply, (stand-in, const), ...)   ->   another stand-in
 
 `FoldConstants` is TVM's FoldConstant for modules with stand-ins: it evaluates what is made of other
-constants, and writes down what is made of weights.
+constants, and writes down what is made of weights. What it evaluates is compiled once in a process:
+TVM compiles it in each run of the pass, and a model is lowered once for each rewrite that is tried.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tvm.ir import Call
 from tvm.relax import Expr, Var
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from ...ir.blocks import has_threads
 from ...ir.weights import as_parameters, derived, tensor_of, weight_of, with_parameters_bound
 
 _CALL_TIR = tvm.ir.Op.get("relax.call_tir")
@@ -58,9 +60,13 @@ class Computed:
 
     def of(self, arrays: Sequence[np.ndarray]) -> tvm.runtime.Tensor:
         """See `ir.weights.Recipe`: compiled for the host, as FoldConstant does."""
+        return self.of_tensors(list(map(tvm.runtime.tensor, arrays)))
+
+    def of_tensors(self, tensors: Sequence[tvm.runtime.Tensor]) -> tvm.runtime.Tensor:
+        """The same of tensors on the host."""
         out = self.func.params[-1].ty
         result = tvm.runtime.empty([int(n) for n in out.shape], str(out.dtype))
-        _compiled(self)(*map(tvm.runtime.tensor, arrays), result)
+        _compiled(self)(*tensors, result)
         return result
 
     def kernel(self) -> tirx.PrimFunc:
@@ -134,23 +140,22 @@ class FoldConstants:
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         hidden, found = as_parameters(mod, ["main"])
-        folded = relax.transform.FoldConstant()(hidden)
+        folded = relax.transform.FoldConstant()(_replaced(hidden, _Evaluator))
         if not found["main"]:
             return folded
         stand_ins = [weight.constant().value for weight in found["main"]]
-        return _recorded(with_parameters_bound(folded, stand_ins))
+        return _replaced(with_parameters_bound(folded, stand_ins), _Recorder)
 
 
-def _recorded(mod: tvm.IRModule) -> tvm.IRModule:
-    recorder = _Recorder(mod)
+def _replaced(mod: tvm.IRModule, replacing: Callable[[tvm.IRModule], _OfConstants]) -> tvm.IRModule:
+    made = replacing(mod)
     gvar = mod.get_global_var("main")
-    recorder.builder_.update_func(gvar, recorder.visit_expr(mod["main"]))
-    return recorder.builder_.finalize()
+    made.builder_.update_func(gvar, made.visit_expr(mod["main"]))
+    return made.builder_.finalize()
 
 
-@mutator
-class _Recorder(PyExprMutator):
-    """Puts a stand-in in the place of each call of constants alone, one of them a stand-in."""
+class _OfConstants(PyExprMutator):
+    """Puts a constant in the place of each call of constants alone, and of what is bound to it."""
 
     def __init__(self, mod: tvm.IRModule) -> None:
         super().__init__(mod)
@@ -168,25 +173,51 @@ class _Recorder(PyExprMutator):
             return call
         given = call.args[1]
         sources = list(given.fields) if isinstance(given, relax.Tuple) else [given]
-        if not any(map(weight_of, sources)) or any(tensor_of(s) is None for s in sources):
+        if not sources or any(tensor_of(source) is None for source in sources):
             return call
         func, ty = self.functions[call.args[0].name_hint], call.ty
         if not isinstance(ty, relax.TensorType) or not _is_known(func, len(sources)):
             return call
-        shape = [int(extent) for extent in ty.shape.values]
-        return derived(Computed.by(func), sources, shape, str(ty.dtype))
+        return self.constant(Computed.by(func), sources, ty) or call
+
+    def constant(
+        self, made: Computed, sources: Sequence[Expr], ty: relax.TensorType
+    ) -> Expr | None:
+        """What is put there; None: the call stays."""
+        raise NotImplementedError
 
     def _known(self, var: Expr) -> Expr:
-        """A variable, or the stand-in that it is bound to."""
+        """A variable, or the constant that it is bound to."""
         value = self.builder_.lookup_binding(var) if isinstance(var, Var) else None
-        return value if weight_of(value) is not None else var
+        return var if value is None or tensor_of(value) is None else value
+
+
+@mutator
+class _Recorder(_OfConstants):
+    """What is made of weights."""
+
+    def constant(
+        self, made: Computed, sources: Sequence[Expr], ty: relax.TensorType
+    ) -> Expr | None:
+        if not any(map(weight_of, sources)):
+            return None
+        return derived(made, sources, [int(extent) for extent in ty.shape.values], str(ty.dtype))
+
+
+@mutator
+class _Evaluator(_OfConstants):
+    """What is made of other constants."""
+
+    def constant(self, made: Computed, sources: Sequence[Expr], ty: relax.TensorType) -> Expr:
+        return relax.const(made.of_tensors(list(map(tensor_of, sources))))
 
 
 def _is_known(func: object, inputs: int) -> bool:
-    """Whether a function computes one output, all of whose extents are numbers."""
+    """Whether a function, of no device yet, computes one output of extents that are numbers."""
     return (
         isinstance(func, tirx.PrimFunc)
         and len(func.params) == inputs + 1
         and all(isinstance(p.ty, tirx.BufferType) for p in func.params)
         and all(isinstance(n, tirx.IntImm) for p in func.params for n in p.ty.shape)
+        and not has_threads(func.body)  # TVM's sorts and scans
     )
