@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
@@ -199,7 +200,8 @@ class _Copy:
         return tuple(given)
 
     def module(self) -> fx.GraphModule:
-        return fx.GraphModule(self._part, self._graph)
+        """The copy; its code is made where somebody calls it, which a check of numbers does."""
+        return _LazyGraphModule(self._part, self._graph)
 
     def _call(self, node: fx.Node, is_static: bool) -> None:
         value = node.meta.get("val")
