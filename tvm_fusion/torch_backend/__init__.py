@@ -25,12 +25,14 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tvm_fusion.host.collector import others_set_aside
-from tvm_fusion.torch_backend.aten_graphs import traced
-from tvm_fusion.torch_backend.graph_calls import GraphCalls
-from tvm_fusion.torch_backend.kept_graphs import Place
-from tvm_fusion.torch_backend.options import BackendOptions
-from tvm_fusion.torch_backend.part_reports import PartReport
+from tvm_fusion.host.collector import others_set_aside, uncollected
+
+with uncollected():  # Dynamo and ours are hundreds of thousands of objects, none of them garbage
+    from tvm_fusion.torch_backend.aten_graphs import traced
+    from tvm_fusion.torch_backend.graph_calls import GraphCalls
+    from tvm_fusion.torch_backend.kept_graphs import Place
+    from tvm_fusion.torch_backend.options import BackendOptions
+    from tvm_fusion.torch_backend.part_reports import PartReport
 
 NAME = "tvm_fusion"
 
