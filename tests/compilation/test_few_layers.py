@@ -131,11 +131,15 @@ def test_the_plan_is_that_of_the_whole_which_is_planned_once(decided, monkeypatc
     assert found.rewrites
 
 
-def test_where_a_few_layers_do_not_tell_the_whole_decides(decided, monkeypatch):
+@pytest.mark.parametrize("exact", [False, True])
+def test_where_a_few_layers_do_not_tell_the_whole_decides(exact, decided, monkeypatch):
+    """Of few layers that take exactly what the whole takes, the plan's own whole is enough."""
     monkeypatch.setattr(variants, "CLOSE", math.inf)
+    if not exact:
+        monkeypatch.setattr(variants, "SAME", -1.0)
     searched(folded(COUNT, 20_001), rounding="exact")
     short, whole = decided[:2], decided[2:]
-    assert len(whole) == 2
+    assert len(whole) == (1 if exact else 2)
     assert max(short) < min(whole)
 
 

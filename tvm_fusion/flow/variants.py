@@ -30,8 +30,10 @@ logger = topic("plan")
 # instructions take before and after (`PlannedGroup.common_us`) does not count.
 LEAST_REWRITE_GAIN = 0.01
 
-# Of that least gain: where a model of few layers is as near to it, the whole one decides.
+# Of that least gain: where a model of few layers is as near to it, the whole one decides, unless
+# the few were seen to take for theirs what the whole takes, to `SAME` of it.
 CLOSE = 0.5
+SAME = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +220,17 @@ class _Search:
     def _gains(self, name: str, best: _Variant, found: _Variant) -> bool:
         """Whether a variant saves enough; of few layers the whole ones decide if it is close."""
         gain_us, needed_us = best.us - found.us, found.needed_us(best)
-        if found.few is not None and abs(gain_us - needed_us) < CLOSE * needed_us:
-            return self._gains(name, self._whole(best), self._whole(found))
         gains = gain_us > needed_us
+        close = found.few is not None and abs(gain_us - needed_us) < CLOSE * needed_us
+        if close and not self._is_exact(found if gains else best):  # it is likely the plan's
+            return self._gains(name, self._whole(best), self._whole(found))
         verdict = "kept" if gains else "left"
         logger.info("%s: %.1f us -> %.1f us, %s", name, best.us, found.us, verdict)
         return gains
+
+    def _is_exact(self, variant: _Variant) -> bool:
+        """Whether few layers tell the predicted time of the whole module."""
+        return abs(variant.us - self._whole(variant).us) <= SAME * variant.us
 
     def _whole(self, variant: _Variant) -> _Variant:
         """The whole module with the rewrites of a variant."""
