@@ -34,8 +34,9 @@ from tvm.tirx import PrimFunc
 
 from ...config import HardwareProfile
 from ...ir.graph import COPY_ATTR, JOIN_ATTR, FusionGraph, OpKind, build_graph
+from ...ir.reader import read_prim_func
 from ...plan.group_view import dtype_bytes
-from ..functions.functions import has_branches
+from ..functions.functions import has_branches, operator_name, static_shape
 from ..functions.unique_names import FreshNames
 from .legalizers import MANY, Legalizer, legalize_concat
 
@@ -82,8 +83,50 @@ class MarkJoins:
         joins: dict[str, Join] = {}
         if len(functions) == 1 and not any(map(has_branches, functions.values())):
             [gvar] = functions
-            joins = find_joins(build_graph(mod, gvar.name_hint), mod, functions[gvar], self.hw)
+            if _may_have_joins(mod, functions[gvar]):
+                joins = find_joins(build_graph(mod, gvar.name_hint), mod, functions[gvar], self.hw)
         return _rewritten(mod, marked, joins)
+
+
+def _may_have_joins(mod: tvm.IRModule, func: relax.Function) -> bool:
+    """Whether `_Finder.join` may take a concatenation, as far as types and PrimFuncs tell: a part
+    of one is computed. A graph, which takes much longer, is made for those alone (the halves that
+    rotary embeddings put together are none).
+    """
+    values = {b.var: b.value for block in func.body.blocks for b in block.bindings}
+    reduces: dict[str, bool] = {}
+
+    def is_reduction(name: str) -> bool:
+        if name not in reduces:
+            blocks = read_prim_func(mod[name]).blocks
+            reduces[name] = any(block.reduction is not None for block in blocks)
+        return reduces[name]
+
+    def is_computed(part: relax.Expr) -> bool:
+        shape, pending, seen = static_shape(part), [part], set()
+        while pending:
+            e = pending.pop()
+            if isinstance(e, relax.Tuple):
+                pending += e.fields[:]
+            elif isinstance(e, relax.TupleGetItem):
+                pending.append(e.tuple_value)
+            elif isinstance(e, relax.Var) and e in values and e not in seen:
+                seen.add(e)
+                if static_shape(e) in (None, shape):  # None: of a tuple, too
+                    pending.append(values[e])
+            elif isinstance(e, Call):
+                if operator_name(e) == "relax.call_tir" and is_reduction(e.args[0].name_hint):
+                    return True
+                pending += e.args[:]
+        return False
+
+    concats = (
+        value
+        for value in values.values()
+        if operator_name(value) == "relax.call_tir"
+        and JOIN_ATTR in (mod[value.args[0].name_hint].attrs or {})
+    )
+    return any(any(map(is_computed, concat.args[1].fields)) for concat in concats)
 
 
 @dataclass(frozen=True, slots=True)
