@@ -49,6 +49,7 @@ class KernelsAhead:
         self.compiling = Compiling(cuda_arch(target))
         self._target = target
         self._cache = KernelCache.of(target, hw, policy)
+        self._looked_up: dict[tuple[str, str, str], Path | None] = {}
 
     def __enter__(self) -> Self:
         self.compiling.__enter__()
@@ -60,6 +61,7 @@ class KernelsAhead:
     def forget(self) -> None:
         """The function is written anew: its PrimFuncs may be others."""
         self.codes.clear()
+        self._looked_up.clear()
 
     def known(
         self, name: str, func: tirx.PrimFunc, class_name: str, choice: str = ""
@@ -99,7 +101,15 @@ class KernelsAhead:
             self._cache.keep(path, code)
 
     def _path(self, name: str, func: tirx.PrimFunc, class_name: str, choice: str) -> Path | None:
-        return self._cache and self._cache.path(name, func, class_name, choice)
+        """Where the cache has the code of a PrimFunc; its text is a hundredth of a second's work,
+        and asked for before it is written and behind it.
+        """
+        if self._cache is None:
+            return None
+        key = name, class_name, choice
+        if key not in self._looked_up:
+            self._looked_up[key] = self._cache.path(name, func, class_name, choice)
+        return self._looked_up[key]
 
     def _begin(self, name: str, code: KernelCode) -> None:
         self.codes[name] = code
