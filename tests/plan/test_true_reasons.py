@@ -19,6 +19,11 @@ def attention(bb, q, k, v):
     return bb.emit(op.matmul(bb.emit(op.nn.softmax(scores)), v))
 
 
+def widened(bb, q, k, v):
+    """Attention of halves, its weights and result in float32."""
+    return attention(bb, *(bb.emit(op.astype(x, "float32")) for x in (q, k, v)))
+
+
 def heads(dtype, features=64):
     return [((8, 256, features), dtype)] * 3
 
@@ -37,25 +42,25 @@ def told(planned, policy=None):
     return true_reasons(planned.graph, planned.hw, load_policy(policy), planned.plan)
 
 
-def test_attention_in_float32_is_refused_by_the_class_of_attention():
-    planned = plan_of(module(attention, *heads("float32")))
+def test_weights_of_float32_are_refused_by_the_class_of_attention():
+    planned = plan_of(module(widened, *heads("float16")))
     assert planned.launches == 3
     (refusal,) = told(planned)
     assert (refusal.kernel_class, len(refusal.where)) == ("attention", 3)
-    assert "tensor cores take one half precision" in refusal.why
-    assert refusal.action.startswith("dtype: store queries, keys and values as float16")
+    assert "weights of float32 would be rounded for tensor cores" in refusal.why
+    assert refusal.action.startswith("dtype: keep the weights in float16")
     assert 0 < refusal.cost_us < planned.plan.predicted_us
 
 
 @pytest.mark.parametrize(
-    ("dtype", "policy", "action"),
+    ("emit", "policy", "action"),
     [
-        ("float32", {}, "dtype: store queries, keys and values as float16"),
-        ("float16", {"rounding": "exact"}, 'policy: rounding = "fast"'),
+        (widened, {}, "dtype: keep the weights in float16"),
+        (attention, {"rounding": "exact"}, 'policy: rounding = "fast"'),
     ],
 )
-def test_the_action_turns_the_refusal(dtype, policy, action):
-    refused = plan_of(module(attention, *heads(dtype)), policy=policy)
+def test_the_action_turns_the_refusal(emit, policy, action):
+    refused = plan_of(module(emit, *heads("float16")), policy=policy)
     assert told(refused, policy)[0].action.startswith(action)
     done = plan_of(module(attention, *heads("float16")))
     assert (refused.launches > 1, done.launches) == (True, 1)
@@ -64,7 +69,7 @@ def test_the_action_turns_the_refusal(dtype, policy, action):
 
 def test_a_class_of_the_users_does_not_hide_the_reasons_of_the_others():
     models = (
-        module(attention, *heads("float32")),
+        module(widened, *heads("float16")),
         module(gelu_between, *[((64, 64), "float16")] * 3),
     )
     alone = [told(plan_of(mod)) for mod in models]

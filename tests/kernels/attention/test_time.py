@@ -144,6 +144,6 @@ def test_few_queries_of_long_caches_are_split_over_the_keys():
     assert predict(dataclasses.replace(PLAIN, queries=1), H200, POLICY).form == "decode"
 
 
-@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"terms": 12}, {"features": 512}])
+@pytest.mark.parametrize("changes", [{"dtype": "float64"}, {"terms": 12}, {"features": 512}])
 def test_what_no_form_computes_has_no_time(changes):
     assert seconds(**changes) is None

@@ -134,10 +134,14 @@ def _check_operands(group: GroupView, roles: AttentionRoles, hw: HardwareProfile
 
 
 def _check_dtypes(group: GroupView, roles: AttentionRoles) -> Refusal | None:
-    """Tensor cores multiply halves: what is stored as such, or rounded to it in the end."""
+    """Tensor cores multiply halves: what is stored as such, or rounded to it in the end; and
+    float32 in parts.
+    """
     tensors = group.graph.tensors
     operands = (roles.query, roles.key, roles.content)
     dtypes = {tensors[stored_tensor(group, t)].dtype for t in operands}
+    if dtypes == {"float32"}:
+        return None
     if len(dtypes) > 1 or not dtypes <= set(HALF_DTYPES):
         return group.refuse(
             RefusalCode.PROLOGUE,

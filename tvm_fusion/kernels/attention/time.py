@@ -143,6 +143,9 @@ MMA_SHARE = 0.66
 MMA_STEP_SECONDS, MMA_TILE_SECONDS = 3.2e-7, 4.0e-7
 SHOWN = {4: 0.95, 8: 0.675, 12: 0.575, 16: 0.5}
 
+# Products of float32 are three of parts that tensor cores take.
+TF32, TF32_PRODUCTS = "tfloat32", 3
+
 # Registers of a thread for the masks of each of its scores, read ahead in half precision.
 MASK_REGISTERS = 0.5
 
@@ -194,7 +197,7 @@ def _hopper(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTim
 
 
 def _mma(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTime]:
-    if hw.arch < "sm_80" or not _halves(shape, hw):
+    if hw.arch < "sm_80" or not (_halves(shape, hw) or _is_wide(shape, hw)):
         return
     from .mma.config import AttentionMmaConfig, Layout
 
@@ -203,7 +206,10 @@ def _mma(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTime]:
         held = tile.warp_rows // 16 * (0.75 * tile.block_n + shape.features / 2)
         if held <= MMA_REGISTERS:
             config = AttentionMmaConfig(tile.warps, tile.warp_rows // 16, tile.block_n)
-            size = Layout(config, shape.terms, shape.features).smem_bytes
+            wide = dtype_bytes(shape.dtype)
+            size = Layout(config, shape.terms, shape.features, size=wide).smem_bytes
+            if size * tile.resident > hw.smem_per_sm_bytes or size > hw.smem_per_block_bytes:
+                continue
             needs = _needs(hw, config.threads, size, tile.resident)
             yield replace(mma_time(shape, tile, hw), resources=needs)
 
@@ -261,6 +267,16 @@ def _halves(shape: AttentionShape, hw: HardwareProfile) -> bool:
     return (
         shape.dtype in HALF_DTYPES
         and shape.dtype in hw.tensor_flop_per_s
+        and all(size % 8 == 0 and size <= 256 for size in sizes)
+    )
+
+
+def _is_wide(shape: AttentionShape, hw: HardwareProfile) -> bool:
+    """Whether it is one in float32 that tensor cores can compute in parts."""
+    sizes = (shape.terms, shape.features)
+    return (
+        shape.dtype == "float32"
+        and TF32 in hw.tensor_flop_per_s
         and all(size % 8 == 0 and size <= 256 for size in sizes)
     )
 
@@ -362,7 +378,9 @@ def _step(
     scores = tile.block_m * tile.block_n
     # wgmma takes 16 terms, and columns of the result by 32 (80 features cost what 96 do).
     terms = math.ceil(shape.terms / 16) * 16 + math.ceil(shape.features / 32) * 32
-    rate = hw.tensor_flop_per_s[shape.dtype] * share * TENSOR_SHARE / hw.num_sms
+    own = hw.tensor_flop_per_s
+    rate = own[TF32] / TF32_PRODUCTS if shape.dtype == "float32" else own[shape.dtype]
+    rate *= share * TENSOR_SHARE / hw.num_sms
     clock = hw.clock_ghz * 1e9
     instructions = SCORE_INSTRUCTIONS + shape.arithmetic
     if shape.by_point:

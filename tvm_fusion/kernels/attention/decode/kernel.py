@@ -29,7 +29,7 @@ from ...gpu.memory import shared_pool
 from ...gpu.product_frame import Frame, lower, open_kernel
 from ...program.expr import conjunction, constant, convert
 from ..read.model import Attention
-from ..tiled.source import BYTES, Lines, Source
+from ..tiled.source import Lines, Source
 from .combine import Combine
 from .config import WARP, DecodeConfig, Tile
 from .problem import DecodeProblem, read_decode
@@ -84,8 +84,8 @@ class Rows(Lines):
             else:
                 at = self.at(first + row, column, count)
             inside = None if limits is None else first + row < limits[0]
-            if tile.width != self.source.extent * BYTES:
-                end = self.source.extent * BYTES // self.source.piece
+            if tile.width != self.source.extent * self.source.size:
+                end = self.source.extent * self.source.size // self.source.piece
                 inside = conjunction(inside, column < end)
             within = T.bitwise_xor(column * self.source.piece, tile.turn(row) * CHUNK)
             place = self.ring.ptr_to([stage + (row * tile.width + within + tile.start)])

@@ -15,11 +15,12 @@ from ...gemm.mma.units import CHUNK
 WARP = 32
 TILE_ROWS = 16
 """Rows of an mma.m16n8k16."""
-TERMS = 16
-"""Terms of one, and features of two beside each other."""
+TERMS_TF32 = 8
+"""Terms of one in float32."""
 BANK_CHUNKS = 8
 """Chunks of 16 bytes that the banks of shared memory deliver at once."""
-HALF_BYTES = 2
+PADDED_BYTES = 32
+"""Rows of the operands are padded to a multiple: what one mma takes of a row."""
 UNIT, MAX_HEAD = 8, 256
 """Terms and features are multiples of the first, up to the second."""
 
@@ -34,6 +35,9 @@ scores it spills some bytes (80 terms, 64 features)."""
 OFFSET_REGISTERS = 10
 """Registers of a tile of 16 queries where distances along the keys are added: with fewer, ptxas
 spills 12 bytes (causal ALiBi, 128 terms, 32 queries by 48 keys of a warp)."""
+
+SPLIT_REGISTERS = 16
+"""Of both parts of the operands that float32 is split into, for each tile of queries."""
 
 LAZY = 8.0
 """As in the Hopper form: how far, as a power of two, weights of float16 may pass 1."""
@@ -114,7 +118,7 @@ class Layout:
     place of the last stage, which is filled only when they have been read.
 
     `score_registers` are those for what is read ahead of each score, `tile_registers` what logits
-    take beside for each tile of 16 queries.
+    take beside for each tile of 16 queries; `size` the bytes of an element.
     """
 
     config: AttentionMmaConfig
@@ -122,16 +126,17 @@ class Layout:
     features: int
     score_registers: float = 0.0
     tile_registers: int = 0
+    size: int = 2
 
     @property
     def k(self) -> SharedRows:
-        """A row of keys, or of queries: terms up to a multiple of 16."""
-        return SharedRows(_padded(self.terms) * HALF_BYTES // CHUNK)
+        """A row of keys, or of queries."""
+        return SharedRows(_padded(self.terms * self.size) // CHUNK)
 
     @property
     def v(self) -> SharedRows:
         """A row of values."""
-        return SharedRows(_padded(self.features) * HALF_BYTES // CHUNK)
+        return SharedRows(_padded(self.features * self.size) // CHUNK)
 
     @property
     def v_start(self) -> int:
@@ -163,15 +168,16 @@ class Layout:
     @property
     def registers(self) -> float:
         """Registers of a thread, by estimate."""
-        return self._registers(self._query_registers if self.holds_queries else TERMS // 4)
+        return self._registers(self._query_registers if self.holds_queries else 4)
 
     @property
     def _query_registers(self) -> int:
-        return _padded(self.terms) // 4
+        return _padded(self.terms * self.size) // 8
 
     def _registers(self, queries: int) -> float:
         scores = self.config.block_n / 2 * (SCORE_REGISTERS + self.score_registers)
-        tile = self.features / 2 + scores + queries * QUERY_REGISTERS + self.tile_registers
+        split = SPLIT_REGISTERS if self.size > 2 else 0
+        tile = self.features / 2 + split + scores + queries * QUERY_REGISTERS + self.tile_registers
         return self.config.tiles * tile + OTHER_REGISTERS
 
 
@@ -187,7 +193,7 @@ def resident_blocks(layout: Layout, hw: HardwareProfile) -> int:
 
 
 def _padded(size: int) -> int:
-    return -(-size // TERMS) * TERMS
+    return -(-size // PADDED_BYTES) * PADDED_BYTES
 
 
 def candidates(

@@ -18,6 +18,7 @@ Tiles, ranges of keys, logits, weights and stores are those of `tiled`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -27,19 +28,19 @@ from tvm.script import tirx as T
 from ....config import HardwareProfile, Policy
 from ....errors import Unsupported
 from ...contraction.model import Extent
-from ...gemm.mma.units import commit_async, multiply, wait_async
+from ...gemm.mma.units import commit_async, multiply, split_tf32, wait_async
 from ...gpu.access import is_multiple
 from ...gpu.frame import then
 from ...gpu.memory import shared_pool
 from ...gpu.product_frame import open_kernel
-from ...program.expr import convert
+from ...program.expr import convert, dtype_of
 from ..read.model import Attention
 from ..tiled.online_softmax import Softmax
 from ..tiled.points import Points
 from ..tiled.shape import shape_of, sharing
 from ..tiled.tiles import RowStores, Tile, TiledKernel, kept
 from ..time import MmaTile, mma_time
-from .config import WARP, AttentionMmaConfig, candidates, resident_blocks
+from .config import TERMS_TF32, WARP, AttentionMmaConfig, candidates, resident_blocks
 from .memory import Fragments, TileCopy
 from .problem import MmaAttention, MmaPlan, make_plan, read_mma_attention
 
@@ -115,7 +116,8 @@ class WarpRows:
         self.points.apply(number, by_point)
         self.softmax.weigh(first=False)
         self.softmax.shrink_results()
-        self.softmax.pack()
+        if self.kernel.problem.dtype != "float32":
+            self.softmax.pack()
 
     def finish(self, tile: Tile) -> None:
         """Emits the outputs of the rows that exist."""
@@ -293,6 +295,7 @@ class _Block:
 
     def _scores(self, stage: Expr) -> None:
         """S = Q K^T."""
+        wide = self.problem.dtype == "float32"
         for rows in self.rows:
             rows.clear_scores()
         for term in range(self.layout.k.chunks // 2):
@@ -301,8 +304,11 @@ class _Block:
                 queries = [self.fragments.queries(number, term) for number in numbers]
             else:
                 queries = [own[term] for own in self.queries]
+            if wide:
+                queries = [_Parts(own, range(4)) for own in queries]
             for group in range(self.config.block_n // 16):
                 keys = self.fragments.keys(stage, group, term)
+                keys = _Parts(keys, range(4)) if wide else keys
                 for rows, own in zip(self.rows, queries, strict=True):
                     for half in range(2):
                         self._multiply(rows.scores, group * 8 + half * 4, own, 0, keys, half)
@@ -310,6 +316,9 @@ class _Block:
     def _results(self, stage: Expr) -> None:
         """O += P V."""
         features = self.problem.features
+        if self.problem.dtype == "float32":
+            self._wide_results(stage)
+            return
         for group in range(self.config.block_n // 16):
             for feature in range(self.layout.v.chunks // 2):
                 values = self.fragments.values(stage, group, feature)
@@ -319,9 +328,50 @@ class _Block:
                         weights = rows.softmax.weights
                         self._multiply(rows.results, at, weights, group * 4, values, half)
 
+    def _wide_results(self, stage: Expr) -> None:
+        """The same in float32: a lane's columns 2 i and 2 i + 1 of the weights stand for columns i
+        and i + 4 of the left operand, and the rows of the right one are read in that order.
+        """
+        for group in range(self.config.block_n // 8):
+            order = [group * 4 + n for n in (0, 2, 1, 3)]
+            weights = [_Parts(rows.scores, order) for rows in self.rows]
+            for feature in range(self.problem.features // 8):
+                values = _Parts(self.fragments.wide_values(stage, group, feature), range(2))
+                for rows, own in zip(self.rows, weights, strict=True):
+                    self._multiply(rows.results, feature * 4, own, 0, values, 0)
+
     def _multiply(
-        self, sums: Expr, at: int, left: Expr, start: int, right: Expr, half: int
+        self,
+        sums: Expr,
+        at: int,
+        left: Expr | _Parts,
+        start: int,
+        right: Expr | _Parts,
+        half: int,
     ) -> None:
         dtype = self.problem.dtype
+        if isinstance(left, _Parts):
+            self._multiply_parts(sums.ptr_to([at]), left, right, half)
+            return
         into, a, b = sums.ptr_to([at]), left.ptr_to([start]), right.ptr_to([half * 2])
         T.evaluate(multiply(dtype, dtype, 16, into, a, b))
+
+    @staticmethod
+    def _multiply_parts(into: Expr, left: _Parts, right: _Parts, half: int) -> None:
+        """In float32, but for the product of both small parts: the smallest first."""
+        for a, b in ((left.low, right.high), (left.high, right.low), (left.high, right.high)):
+            a, b = a.ptr_to([0]), b.ptr_to([half * 2])
+            T.evaluate(multiply("float32", "float32", TERMS_TF32, into, a, b))
+
+
+class _Parts:
+    """Numbers of float32 in two parts that tensor cores read as they are, or nearly: the nearest of
+    10 bits of mantissa, and what is left, which has 13 more. An infinity leaves NaN.
+    """
+
+    def __init__(self, words: Expr, places: Sequence[int]) -> None:
+        self.high, self.low = (T.alloc_local((len(places),), "uint32") for _ in range(2))
+        for n, place in enumerate(places):
+            word = words[place]
+            bits = word if dtype_of(word) == "uint32" else T.reinterpret("uint32", word)
+            T.evaluate(split_tf32(self.high.ptr_to([n]), self.low.ptr_to([n]), bits))

@@ -14,11 +14,11 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...gemm.mma.operand import always
-from ...gemm.mma.units import copy_async, load_matrices
+from ...gemm.mma.units import copy_async, load_matrices, shared_word
 from ...gpu.frame import then
 from ...gpu.product_frame import Frame
 from ...program.expr import conjunction
-from ..tiled.source import BYTES, Lines, Source
+from ..tiled.source import Lines, Source
 from .config import CHUNK, Layout, SharedRows
 
 
@@ -77,7 +77,7 @@ class TileCopy(Lines):
 
         No row at or above `count` exists; with None, all do.
         """
-        end = self.source.extent * BYTES // self.source.piece
+        end = self.source.extent * self.source.size // self.source.piece
         for piece in self._pieces(first, count):
             inside = None if count is None else first + piece.row < count
             if end != self.per_row:
@@ -149,8 +149,38 @@ class Matrices:
         T.evaluate(load_matrices(into, place, transposed))
 
 
+class Words:
+    """Where a lane reads elements of 32 bits of 8 rows by 8 columns, the rows in the order in which
+    a lane holds columns of scores: 2 i and 2 i + 1 are its two elements.
+    """
+
+    def __init__(self, memory: Expr, shared: SharedRows, lane: Expr):
+        self.memory, self.shared = memory, shared
+        row, column = lane % 4 * 2, lane // 4
+        self.places = [
+            [
+                T.Bind(shared.place(row + v, column // 4 + chunk) + column % 4 * 4)
+                for chunk in range(0, shared.swap, 2)
+            ]
+            for v in range(2)
+        ]
+
+    def load(self, start: Expr | int, row: int, number: int) -> Expr:
+        """Columns ``8 * number ...`` of 8 rows from `row` (8 i) on."""
+        group, chunk = divmod(2 * number, self.shared.swap)
+        fixed = row * self.shared.pitch + group * self.shared.swap * CHUNK
+        words = T.alloc_local((2,), "uint32")
+        for v, places in enumerate(self.places):
+            place = self.memory.ptr_to([places[chunk // 2] + (start + fixed)])
+            T.buffer_store(words, shared_word(place), [v])
+        return words
+
+
 class Fragments:
-    """Fragments of queries (A), keys and values (B) of a warp."""
+    """Fragments of queries (A), keys and values (B) of a warp.
+
+    Of elements of 32 bits a matrix of ldmatrix has 8 rows by 4, and fragments are half as wide.
+    """
 
     def __init__(self, memory: Expr, layout: Layout, lane: Expr, warp: Expr):
         row, near, far = lane % 8, lane // 8 % 2, lane // 16
@@ -159,7 +189,10 @@ class Fragments:
         # ldmatrix hands out four 8 x 8 matrices, the rows of each by the addresses of eight lanes.
         self.of_queries = Matrices(memory, layout.k, T.Bind(first + near * 8 + row), far)
         self.of_keys = Matrices(memory, layout.k, T.Bind(far * 8 + row), near)
-        self.of_values = Matrices(memory, layout.v, T.Bind(near * 8 + row), far)
+        if layout.size == 2:
+            self.of_values = Matrices(memory, layout.v, T.Bind(near * 8 + row), far)
+        else:
+            self.of_words = Words(memory, layout.v, lane)
 
     def queries(self, tile: int, term: int) -> Expr:
         """16 queries by 16 terms."""
@@ -180,3 +213,7 @@ class Fragments:
         start = stage + self.layout.v_start
         self.of_values.load(words.ptr_to([0]), start, group * 16, feature, True)
         return words
+
+    def wide_values(self, stage: Expr, group: int, feature: int) -> Expr:
+        """8 keys by 8 features of 32 bits."""
+        return self.of_words.load(stage + self.layout.v_start, group * 8, feature)

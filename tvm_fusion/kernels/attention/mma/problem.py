@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ....config import HardwareProfile
 from ....errors import Unsupported
 from ...gpu.product_frame import ceil_div
-from ...program.expr import HALF_DTYPES
+from ...program.expr import HALF_DTYPES, bytes_of
 from ..read.bounds import key_range
 from ..read.model import Attention
 from ..tiled.points import Formulas, read_formulas, registers_of_score
@@ -32,7 +32,7 @@ class MmaAttention(TiledAttention):
         """Shared memory and registers of a configuration."""
         score = registers_of_score(self.formulas.loads)
         tile = OFFSET_REGISTERS if self.formulas.offsets else 0
-        return Layout(config, self.terms, self.features, score, tile)
+        return Layout(config, self.terms, self.features, score, tile, bytes_of(self.dtype))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,8 +58,8 @@ def read_mma_attention(attention: Attention, hw: HardwareProfile) -> MmaAttentio
     match = re.match(r"sm_(\d+)", hw.arch)
     if match is None or int(match.group(1)) < FIRST_ARCHITECTURE:
         raise Unsupported(f"mma.sync attention is for sm_80 and later, not {hw.arch or hw.name}")
-    if attention.operand_dtype not in HALF_DTYPES:
-        raise Unsupported(f"operands of {attention.operand_dtype}, not of a half precision")
+    if attention.operand_dtype not in (*HALF_DTYPES, "float32"):
+        raise Unsupported(f"operands of {attention.operand_dtype}, not of 16 or 32 bits")
     terms, features = attention.D, attention.E
     for size, name in ((terms, "terms"), (features, "features")):
         if not isinstance(size, int):

@@ -1,4 +1,4 @@
-"""Operands that are copied row by row: halves in memory, contiguous along the head.
+"""Operands that are copied row by row: stored as they are multiplied, contiguous along the head.
 
 k[page[b, n // 16], n % 16, h, d]     a row for each key n, of the elements d; 16, 8 or 4 bytes at a
                                       time, as far as the addresses are multiples of these
@@ -19,13 +19,21 @@ from ...contraction.reader import Axis, Operand, size_of
 from ...gemm.mma.operand import digit_sum
 from ...gpu.access import AffineAccess, Digit, affine_access
 from ...gpu.product_frame import Frame, coordinates
-from ...program.expr import constant, convert, dtype_of, flatten, known_factor, linear_form, number
+from ...program.expr import (
+    bytes_of,
+    constant,
+    convert,
+    dtype_of,
+    flatten,
+    known_factor,
+    linear_form,
+    number,
+)
 from ...program.program import Extent, Param
 from ..read.model import Attention
 
 PIECES = (16, 8, 4)
 """Bytes of an asynchronous copy."""
-BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +56,11 @@ class Source:
     head: tuple[Axis, ...]
     extent: int
     piece: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element."""
+        return bytes_of(dtype_of(self.load))
 
     @property
     def rows(self) -> tuple[Digit, ...] | None:
@@ -77,9 +90,9 @@ def read_source(
     if rest is None:
         raise Unsupported(f"{what} that are not contiguous along the head")
     analyzer = tvm.sym.Analyzer()
-    factor = known_factor(rest, analyzer)
+    factor, size = known_factor(rest, analyzer), bytes_of(dtype_of(load))
     piece = next(
-        (p for p in PIECES if factor % (p // BYTES) == 0 and extent % (p // BYTES) == 0), None
+        (p for p in PIECES if p >= size and factor * size % p == 0 and extent * size % p == 0), None
     )
     if piece is None:
         raise Unsupported(f"{what} at odd addresses")
@@ -131,7 +144,7 @@ class Lines:
     def further(self, rows: int) -> Expr:
         """Bytes between a row and the one so many behind it, where they lie evenly."""
         stride = self.source.rows[0].stride if self.source.rows else 0
-        return _int64(stride) * constant(rows * BYTES, "int64")
+        return _int64(stride) * constant(rows * self.source.size, "int64")
 
     def at(self, row: Expr, column: Expr, count: Expr | None = None) -> Expr:
         """Distance of a row's piece number `column` from the start of the parameter, in bytes.
@@ -149,7 +162,7 @@ class Lines:
             env = {**self.env, **coordinates(self.axes, convert(row, index), self.frame)}
             line = convert(self.frame.rewrite(self.source.offset, env), "int64")
         column = convert(column * self.source.piece, "int64")
-        return line * constant(BYTES, "int64") + column
+        return line * constant(self.source.size, "int64") + column
 
     def _sum(self, digits: tuple[Digit, ...], flat: Expr) -> Expr:
         if len(digits) > 1:

@@ -95,6 +95,17 @@ def round_tf32(registers: Expr) -> Expr:
     return device_call("void", "round_tf32", "void* d", body, registers)
 
 
+def split_tf32(high: Expr, low: Expr, bits: Expr) -> Expr:
+    """Splits a float32 into the nearest of 10 bits of mantissa, and the rest."""
+    body = (
+        "unsigned near = (bits + 0x1000u) & 0xffffe000u; *(unsigned*)h = near; "
+        "*(float*)l = __uint_as_float(bits) - __uint_as_float(near);"
+    )
+    return device_call(
+        "void", "split_tf32", "void* h, void* l, unsigned bits", body, high, low, bits
+    )
+
+
 # Where the 16 bytes `at` start: the aligned vectors that hold them are at `low` and behind it, and
 # can be read whole if they end before `end`.
 _ALIGNED = "const char* p = (const char*)s; {0} low = at & ~({0})15; int move = (int)(at & 15); "
@@ -199,6 +210,11 @@ def store_shared(place: Expr, word: Expr) -> Expr:
     """Stores 4 bytes to shared memory."""
     body = "*(unsigned*)p = v;"
     return device_call("void", "put_word", "void* p, unsigned v", body, place, word)
+
+
+def shared_word(place: Expr) -> Expr:
+    """The 4 bytes at `place` of shared memory."""
+    return device_call("uint32", "get_word", "const void* p", "return *(const unsigned*)p;", place)
 
 
 def warp_sync() -> Expr:
