@@ -74,6 +74,20 @@ def test_a_recurrence_becomes_a_kernel_on_a_gpu():
     assert not emulated.failures
 
 
+def test_last_states_have_their_shape_where_torch_traces_another(monkeypatch):
+    decompositions = torch._decomp.decompositions
+    original = decompositions.one_layer_lstm
+
+    def with_another_axis(*given, **options):
+        y, last = original(*given, **options)
+        return y, tuple(state.unsqueeze(0) for state in last)
+
+    monkeypatch.setattr(decompositions, "one_layer_lstm", with_another_axis)
+    model, x = Layers(nn.LSTM, 5, 7).double().eval(), torch.randn(4, 3, 5).double()
+    shapes = [tuple(map(int, y.ty.shape)) for y in load(model, (x,))["main"].ret_ty.fields]
+    assert shapes == [(4, 3, 7), (1, 3, 7), (1, 3, 7)]
+
+
 def test_projections_are_refused_by_name():
     with pytest.raises(FrontendError, match=r"aten.lstm.input .*projections \(proj_size\)"):
         load(Layers(nn.LSTM, 5, 7, proj_size=3).eval(), (torch.randn(4, 2, 5),))

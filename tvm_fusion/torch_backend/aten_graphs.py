@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tvm_fusion.frontends.torch.complex.pairs import is_complex_node, read_parts
 from tvm_fusion.frontends.torch.decompositions import decompositions
+from tvm_fusion.frontends.torch.recurrent import states_in_shape
 
 Compiler = Callable[[fx.GraphModule, frozenset[int]], Callable[[list[Any]], Any]]
 
@@ -64,7 +65,7 @@ def traced(
     if any(map(is_traceable_wrapper_subclass, inputs)):
         whole = {}  # DTensor and its like know what they are composed of, not the whole
     # operators that are kept whole are not torn apart by their implicit decompositions
-    with _override_composite_implicit_decomp(dict(whole)):
+    with _override_composite_implicit_decomp(dict(whole)), states_in_shape():
         make = aot_autograd(
             fw_compiler=compiled,
             inference_compiler=compiled,

@@ -25,7 +25,7 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def reference(made, given):
+def expected(made, given):
     """The parameters that are computed, by PyTorch's equations."""
     given = {name: value.astype("float64") for name, value in given.items()}
     h, c = given["h0"], given.get("c0")
@@ -46,8 +46,8 @@ def reference(made, given):
     return [y, h] if c is None else [y, h, c]
 
 
-def check(made, kernel, sizes=None, seed=None):
-    """Runs a kernel on poisoned outputs; `sizes` are those of symbols, by name."""
+def drawn(made, sizes):
+    """Parameters that are read, by name, and poisoned ones; `sizes` are those of symbols."""
 
     def number(extent):
         return extent if isinstance(extent, int) else sizes[extent.name]
@@ -58,9 +58,14 @@ def check(made, kernel, sizes=None, seed=None):
     given = {name: rng.standard_normal(shapes[name]) for name in names[: -made.results]}
     given["w"] /= made.units**0.5
     given = {name: value.astype(dtype) for name, value in given.items()}
-    outputs = [np.full(shapes[name], np.nan, dtype) for name in names[-made.results :]]
+    return given, [np.full(shapes[name], np.nan, dtype) for name in names[-made.results :]]
+
+
+def check(made, kernel, sizes=None, seed=None):
+    """Runs a kernel on the emulator."""
+    given, outputs = drawn(made, sizes)
     assert run_cuda_on_cpu(kernel, [*given.values(), *outputs], seed=seed) == 1
-    for output, wanted in zip(outputs, reference(made, given), strict=True):
+    for output, wanted in zip(outputs, expected(made, given), strict=True):
         np.testing.assert_allclose(output.astype("float64"), wanted, rtol=0, atol=ATOL[made.dtype])
 
 

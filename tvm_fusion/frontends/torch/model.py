@@ -141,6 +141,7 @@ def exported(
             evaluation_mode(model),
             _quiet(),
             values_later(model, (args, kwargs)) as (args, kwargs),
+            recurrent.states_in_shape(),
         ):
             return _traced(model, args, kwargs, dynamic_shapes)
     except Exception as error:
@@ -162,7 +163,7 @@ def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedPr
     """A program of core operators and of those that are kept whole, without assertions and inputs
     that are no tensors, its weights on the CPU.
     """
-    with _ONE_AT_A_TIME, _quiet():
+    with _ONE_AT_A_TIME, _quiet(), recurrent.states_in_shape():
         program = _on_cpu(program.run_decompositions(decompositions()))
     drop_assertions(program)
     drop_fixed_inputs(program)

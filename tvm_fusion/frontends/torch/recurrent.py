@@ -11,8 +11,12 @@ and its like have no converter), and quantised cells.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import fx
+from torch._decomp import decompositions as torch_decompositions
 from tvm import relax, tirx
 
 from ...errors import FrontendError
@@ -122,6 +126,26 @@ def _steps(
 
 def _size(extent: object, name: str) -> int | tirx.Var:
     return int(extent) if isinstance(extent, tirx.IntImm) else tirx.Var(name, "int64")
+
+
+@contextmanager
+def states_in_shape() -> Iterator[None]:
+    """A context in which torch traces the last states of LSTMs in their shape: its decomposition,
+    which says what shapes are, leaves an axis of one element in them (2.11, on GPUs and of halves).
+    """
+    original = torch_decompositions.one_layer_lstm
+
+    def one_layer_lstm(
+        x: torch.Tensor, hidden: Sequence[torch.Tensor], *others: Any, **options: Any
+    ) -> Any:
+        y, last = original(x, hidden, *others, **options)
+        return y, tuple(a.reshape(b.shape) for a, b in zip(last, hidden, strict=True))
+
+    torch_decompositions.one_layer_lstm = one_layer_lstm
+    try:
+        yield
+    finally:
+        torch_decompositions.one_layer_lstm = original
 
 
 CONVERTERS: dict[str, Converter] = {

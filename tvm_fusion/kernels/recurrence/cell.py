@@ -60,14 +60,15 @@ def step(
     hidden : Expr
         All are of one type of floats.
     bind : callable, optional
-        Gives a value a name where it is used more than once, and the results.
+        Gives the results, and values on the way to them, names.
     """
     if cell is Cell.LSTM:
         into, forget, new, out = (a + b for a, b in zip(x, product, strict=True))
-        memory = bind(_sigmoid(forget) * memory + _sigmoid(into) * tirx.tanh(new))
-        return bind(_sigmoid(out) * tirx.tanh(memory)), memory
+        kept = bind(_sigmoid(forget)) * memory
+        memory = bind(kept + bind(_sigmoid(into)) * bind(tirx.tanh(new)))
+        return bind(bind(_sigmoid(out)) * bind(tirx.tanh(memory))), memory
     if cell is Cell.GRU:
-        reset, update = (_sigmoid(x[n] + product[n]) for n in range(2))
+        reset, update = (bind(_sigmoid(x[n] + product[n])) for n in range(2))
         new = bind(tirx.tanh(x[2] + reset * (product[2] + bias)))
         return bind(new + update * (hidden - new)), None
     total = bind(x[0] + product[0])

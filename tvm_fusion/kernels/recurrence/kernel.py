@@ -1,5 +1,5 @@
 """How recurrences are written: on a GPU spread over it where that can be, or a sequence a block;
-each form says what it takes.
+on a CPU as loops. Each says what it takes.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import math
 from tvm import tirx
 
 from ...config import HardwareProfile, Policy
-from ...errors import Unsupported
 from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT
+from ..cpu.machine import machine_of
 from ..forms import Form, Ranked, Writer
 from ..program.expr import bytes_of
 from .alone import AloneConfig, alone_configs, emit_alone
+from .cpu import write_on_cpu
 from .form import Recurrence
 from .problem import read_recurrence
 from .spread import SpreadConfig, emit_spread, spread_configs
@@ -64,6 +65,6 @@ def kernel_of(func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> tirx.
         It is none, or no form takes it on this device: its plain loops are right there, too.
     """
     made = read_recurrence(func)
-    if hw.kind != "cuda":
-        raise Unsupported(f"kernels of recurrences for {hw.kind}")
+    if hw.kind == "llvm":
+        return write_on_cpu(func, made, machine_of(hw))
     return WRITER.emit(made, hw, policy)

@@ -144,6 +144,7 @@ def write_kernels(
         functions[gvar] = kernel
     for gvar, func in mod.functions_items():
         if gvar.name_hint not in classes and isinstance(func, tirx.PrimFunc):
+            func = mark_constants(func, constants.get(gvar.name_hint, ()))
             functions[gvar] = _of_recurrence(gvar.name_hint, func, hw, policy)
     return Written(with_functions(mod, functions), failures)
 
