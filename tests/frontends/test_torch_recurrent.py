@@ -84,7 +84,7 @@ def test_last_states_have_their_shape_where_torch_traces_another(monkeypatch):
 
     monkeypatch.setattr(decompositions, "one_layer_lstm", with_another_axis)
     model, x = Layers(nn.LSTM, 5, 7).double().eval(), torch.randn(4, 3, 5).double()
-    shapes = [tuple(map(int, y.ty.shape)) for y in load(model, (x,))["main"].ret_ty.fields]
+    shapes = [tuple(map(int, y.shape)) for y in load(model, (x,))["main"].ret_ty.fields]
     assert shapes == [(4, 3, 7), (1, 3, 7), (1, 3, 7)]
 
 
