@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import tvm_fusion.torch_backend as torch_backend
 from tvm_fusion.flow import plan_cache
@@ -226,6 +227,8 @@ def test_what_the_key_cannot_tell_is_not_looked_up(monkeypatch):
     model = Model()
     assert None not in places(model, X)
     assert places(lambda x: unknown(x) + 1, X) == [None]
+    assert Place.of(torch.fx.symbolic_trace(torch.relu), [torch.eye(5).to_sparse()]) is None
+    assert places(lambda x: x * 2, TwoTensor(X, X)) == [None]
     with torch._dynamo.config.patch(allow_rnn=True):
         assert places(nn.LSTM(8, 8), X) == [None]
     assert places(model, X, dynamic=True) == [None]

@@ -135,9 +135,10 @@ class Place:
         if os.environ.get(VARIABLE) == "0" or _is_watched() or are_gathered(graph):
             return None
         try:
+            laid = list(map(_input, inputs))
             memory = [value.untyped_storage().data_ptr() for value in inputs]
             shared = [memory.index(address) for address in memory]
-            key = _key(graph, inputs, shared)
+            key = _key(graph, [*laid, shared, *_surroundings(inputs)])
         except (NotPlain, AttributeError) as error:  # what another version of torch does not have
             _log.info("the graph is not kept: %s", error)
             return None
@@ -202,10 +203,10 @@ def _is_watched() -> bool:
     return bool(modes or transformed or off or torch._C._is_any_autocast_enabled())
 
 
-def _key(graph: fx.GraphModule, inputs: Sequence[Any], shared: Sequence[int]) -> str:
+def _key(graph: fx.GraphModule, around: Sequence[Any]) -> str:
     nodes = list(graph.graph.nodes)
     places = {node: i for i, node in enumerate(nodes)}
-    text = [*map(repr, map(_input, inputs)), repr([_FORMAT, shared, *_surroundings(inputs)])]
+    text = [repr(part) for part in (_FORMAT, *around)]
     for node in nodes:
         target = node.target
         if node.op == "call_function":
