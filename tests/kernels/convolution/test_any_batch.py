@@ -67,6 +67,7 @@ KINDS = {
     ),
     "hopper, computed": ("hopper", replace(LAST, prologue=True)),
     "rims": ("rims", LAST),
+    "streams": ("streams", replace(LAST, prologue=True)),
     "depthwise": ("depthwise", DEPTHWISE),
     "depthwise, channels last": (
         "depthwise",
@@ -86,7 +87,7 @@ def rarely(cases, in_ci):
     return [c if c in in_ci else pytest.param(c, marks=pytest.mark.nightly) for c in cases]
 
 
-IN_CI = ("hopper", "rims", "depthwise", "runs", "mma, by copies")
+IN_CI = ("hopper", "rims", "streams", "depthwise", "runs", "mma, by copies")
 
 
 @pytest.mark.parametrize("kind", rarely(KINDS, IN_CI))
@@ -96,7 +97,7 @@ def test_each_form_computes_any_number_of_images(kind):
     found = read(conv)
     config = TILES.get(form) or FORMS[form].rank(found, H200, POLICY)[0][1]
     kernel = FORMS[form].emit(found, H200, config)
-    run = run_hopper_on_cpu if form in ("hopper", "rims") else run_cuda_on_cpu
+    run = run_hopper_on_cpu if form in ("hopper", "rims", "streams") else run_cuda_on_cpu
     for images in IMAGES:
         own = replace(conv, batch=images)
         inputs, outputs = own.arrays(), own.poisoned()

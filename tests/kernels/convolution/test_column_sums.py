@@ -11,7 +11,7 @@ from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.convolution.boxes import best_run, box_shape
 from tvm_fusion.kernels.convolution.forms import CPU_WRITER, CUDA_WRITER
 from tvm_fusion.kernels.convolution.geometry import read_convolution
-from tvm_fusion.kernels.convolution.hopper import RimConfig, emit_hopper, emit_rims, read_windows
+from tvm_fusion.kernels.convolution.hopper import RimConfig, StreamConfig, read_windows
 from tvm_fusion.kernels.gemm.hopper.config import HopperConfig
 
 from ...support.column_sums import ReducedConv
@@ -52,8 +52,8 @@ def check(case, func, problem, config):
     """Runs a configuration; each output is poisoned before and close to float64 after."""
     inputs = case.conv.arrays()
     outputs, wanted = outputs_of(func, len(inputs)), case.expected(inputs)
-    emit = emit_rims if isinstance(config, RimConfig) else emit_hopper
-    assert run_hopper_on_cpu(emit(problem, TINY_H200, config), [*inputs, *outputs]) == 1
+    kernel = CUDA_WRITER.emit(problem, TINY_H200, POLICY, config)
+    assert run_hopper_on_cpu(kernel, [*inputs, *outputs]) == 1
     pairs = zip(outputs, wanted, strict=True)
     errors = [np.abs(o.astype("float64") - e).max() / np.abs(e).max() for o, e in pairs]
     assert max(errors) <= 1e-3, config
@@ -102,6 +102,14 @@ def test_a_kernel_with_rims_sums_positions_too():
     problem = read_convolution(CASES[0].func())
     found = {type(config) for _, config in CUDA_WRITER.ranked(problem, H200, POLICY)}
     assert RimConfig in found
+
+
+def test_computed_boxes_sum_positions_too():
+    case = next(case for case in CASES if case.conv.prologue)
+    func = case.func()
+    problem = read_convolution(func)
+    config = next(c for c in configs(problem) if isinstance(c, StreamConfig))
+    check(case, func, problem, config)
 
 
 def test_boxes_hold_whole_blocks_side_by_side():
