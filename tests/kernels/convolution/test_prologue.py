@@ -88,5 +88,5 @@ def test_boxes_that_few_tiles_share_take_the_function_in_and_boxes_with_waste_le
         return [group.kernel_class for group in plan.groups]
 
     assert classes(1, 28, 28, 128, 128) == ["convolution"]
-    assert classes(8, 32, 32, 640, 640) == ["convolution"]
+    assert classes(32, 56, 56, 64, 64) == ["convolution"]
     assert classes(32, 14, 14, 512, 512) == ["pointwise", "convolution"]

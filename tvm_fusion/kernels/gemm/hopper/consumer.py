@@ -15,6 +15,7 @@ from .fragments import fragments_of
 from .in_place import InPlace
 from .layout import Layout
 from .model import BOX, STEP_BYTES, WGMMA_BYTES
+from .producer import first_computing
 from .state import (
     Hopper,
     Ring,
@@ -151,9 +152,8 @@ class Consumer:
         self.exchange = Exchange(kernel, self.epilogue.layout, self.sums) if split else None
         self.streams = kernel.problem.streams
         self.data = Ring(self.plan.data_stages, 0) if self.streams else None
-        computes = self.streams and kernel.problem.prologue is not None
-        self.in_place = InPlace(kernel, self.epilogue.layout) if computes else None
-        self.fragments = None if computes else fragments_of(kernel, self.epilogue.layout)
+        self.in_place = InPlace(kernel, self.epilogue.layout) if self.streams else None
+        self.fragments = None if self.streams else fragments_of(kernel, self.epilogue.layout)
 
     def _descriptor(self, buffer: Expr, k_major: bool, offset: Expr | int, rows: int = 8) -> Expr:
         """The matrix descriptor of a tile in stage 0, its groups of 8 rows so many rows apart.
@@ -183,6 +183,12 @@ class Consumer:
         """Emits the loop over tiles."""
         plan = self.plan
         self.epilogue.start()
+        if self.in_place is not None:
+            with T.If(self.kernel.turns > 0), T.Then():
+                self.in_place.begin(self.kernel.tile(T.int32(0)))
+                self.in_place.ahead(T.int32(0))
+                self.in_place.compute(0, 1)
+                self.in_place.finish()
         with T.serial(0, self.kernel.turns) as turn:
             tile = self.kernel.tile(turn)
             if self.promote:
@@ -192,8 +198,6 @@ class Consumer:
             if self.fragments is not None:
                 self.fragments.begin(tile)
                 self.fragments.ahead(tile, 0)
-            if self.in_place is not None:
-                self.in_place.begin(tile)
             if plan.config.deferred:
                 self._steps_with_epilogue(turn, tile)
             else:
@@ -201,7 +205,7 @@ class Consumer:
                     self._windows(tile)
                 elif self.streams:
                     with T.serial(0, self.steps) as step:
-                        self._taps_of(step, tile)
+                        self._taps_of(turn, step, tile)
                 else:
                     with T.serial(0, self.steps) as step:
                         self._step_of(step, tile)
@@ -283,15 +287,26 @@ class Consumer:
             at_b = b + T.uint64(place + part * self.b_step)
             T.evaluate(T.ptx[name](*sums, *at_a, at_b, later, 1, 1, *self._transposed()))
 
-    def _taps_of(self, step: Expr, tile: Tile) -> None:
-        """One step whose box of A all taps read, each with weights of a stage of their own."""
-        kernel, plan, ring, data = self.kernel, self.plan, self.ring, self.data
-        if self.in_place is not None:
-            self.in_place.ahead(tile, step)
-        wait(kernel.shared.brought.ptr_to([data.stage]), data.phase)
-        if self.in_place is not None:
-            self.in_place.compute(step, data.stage)
+    def _taps_of(self, turn: Expr, step: Expr, tile: Tile) -> None:
+        """One step whose box of A all taps read, each with weights of a stage of their own. Beside
+        wgmmas of its last taps the next step's box is computed, that of the next tile behind the
+        last step.
+        """
+        kernel, plan, ring, data, computes = (
+            self.kernel,
+            self.plan,
+            self.ring,
+            self.data,
+            self.in_place,
+        )
+        last = tirx.EQ(step + T.int32(1), self.steps)
+        more = T.Bind(tirx.Or(step + 1 < self.steps, turn + 1 < kernel.turns))
+        with T.If(tirx.And(last, more)), T.Then():
+            computes.begin(kernel.tile(turn + 1))
+        with T.If(more), T.Then():
+            computes.ahead(T.Bind(T.Select(last, T.int32(0), step + 1)))
         a = T.Bind(self.a_start[0] + T.cast(data.stage * (plan.a_bytes // 16), "uint64"))
+        first, taps = first_computing(len(self.taps)), len(self.taps)
         for tap, (_, row) in enumerate(self.taps):
             wait(kernel.shared.full.ptr_to([ring.stage]), ring.phase)
             size = plan.b_bytes // 16
@@ -299,14 +314,18 @@ class Consumer:
             T.evaluate(T.ptx.wgmma.fence.sync.aligned())
             self._multiply(a, row, b, 0, True if tap else step > 0)
             T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
-            last = tap == len(self.taps) - 1
-            T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0 if last else 1))
+            if tap >= first:
+                with T.If(more), T.Then():
+                    computes.compute(tap - first, taps - first)
+            T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0 if tap == taps - 1 else 1))
             if tap:
                 release(kernel, ring.previous)
-            if last:
+            if tap == taps - 1:
                 release(kernel, ring.stage)
                 release_data(kernel, data.stage)
             ring.advance()
+        with T.If(more), T.Then():
+            computes.finish()
         self.epilogue.during(step, tile)
         data.advance()
 

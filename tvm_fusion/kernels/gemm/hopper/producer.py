@@ -13,12 +13,22 @@ from ..side_by_side import SegmentGrid
 from .model import BOX, STEP_BYTES, HopperSegment, WindowPart, Windows
 from .state import Hopper, Ring, expect, wait
 
+AHEAD_TAPS = 3
+"""Taps between the request for a box and the first one beside which it is computed."""
+
+
+def first_computing(taps: int) -> int:
+    """The first tap of a step beside which the box of the next one is computed."""
+    return min(taps // 2, 4)
+
 
 def emit_producer(kernel: Hopper) -> None:
     """Emits the loop of the producer thread."""
     ring = Ring(kernel.plan.config.stages, 1)
-    data = Ring(kernel.plan.data_stages, 1) if kernel.problem.streams else None
     terms = _terms(kernel)
+    if kernel.problem.streams:
+        _emit_streams(kernel, terms, ring)
+        return
     with T.serial(0, kernel.turns) as turn:
         tile = _kept(kernel.grid, kernel.tile(turn))
         if kernel.shared.resume is not None:
@@ -27,10 +37,19 @@ def emit_producer(kernel: Hopper) -> None:
                 wait(kernel.shared.resume.ptr_to([0]), (turn + 1) % 2)
         terms.begin(tile)
         with T.serial(0, kernel.steps_of(tile), unroll=False) as step:
-            if data is None:
-                _fill(kernel, terms, ring, tile, step)
-            else:
-                _stream(kernel, terms, data, ring, tile, step)
+            barrier = kernel.shared.full.ptr_to([ring.stage])
+            _wait_until_empty(kernel, ring)
+            expect(barrier, kernel.plan.transaction_bytes)
+            term = terms.at(step)
+            if kernel.problem.shared:
+                terms.load_a(0, tile, term, ring.stage, barrier)
+            for number, own in kernel.grid.each_segment(tile):
+                if not kernel.problem.shared:
+                    terms.load_a(number, own, term, ring.stage, barrier)
+                for place, tap in enumerate(terms.taps(number)):
+                    _load_b(kernel, number, own, term | tap, ring.stage, barrier, place)
+                terms.advance(number)
+            ring.advance()
     if kernel.plan.config.multicast > 1:
         # The block lives until the others have handed back its last stages.
         with T.serial(0, kernel.plan.config.stages, unroll=False):
@@ -38,42 +57,45 @@ def emit_producer(kernel: Hopper) -> None:
             ring.advance()
 
 
-def _fill(kernel: Hopper, terms: Terms | Taps, ring: Ring, tile: Tile, step: Expr) -> None:
-    """Emits a step whose A and B come into one stage."""
-    barrier = kernel.shared.full.ptr_to([ring.stage])
-    _wait_until_empty(kernel, ring)
-    expect(barrier, kernel.plan.transaction_bytes)
-    term = terms.at(step)
-    if kernel.problem.shared:
-        terms.load_a(0, tile, term, ring.stage, barrier)
-    for number, own in kernel.grid.each_segment(tile):
-        if not kernel.problem.shared:
-            terms.load_a(number, own, term, ring.stage, barrier)
-        for place, tap in enumerate(terms.taps(number)):
-            _load_b(kernel, number, own, term | tap, ring.stage, barrier, place)
-        terms.advance(number)
-    ring.advance()
-
-
-def _stream(
-    kernel: Hopper, terms: Terms | Taps, data: Ring, ring: Ring, tile: Tile, step: Expr
-) -> None:
-    """Emits a step in which A comes into a stage of its own, and the weights of each tap behind it
-    into one of theirs.
+def _emit_streams(kernel: Hopper, terms: Terms | Taps, ring: Ring) -> None:
+    """Emits the loop where A comes into stages of its own, and the weights of each tap into one of
+    theirs. A box comes some taps before the step before its own ends, which computes it.
     """
-    term = terms.at(step)
-    wait(kernel.shared.free.ptr_to([data.stage]), data.phase)
-    brought = kernel.shared.brought.ptr_to([data.stage])
-    expect(brought, kernel.plan.data_bytes)
-    terms.load_a(0, tile, term, data.stage, brought)
-    data.advance()
-    for tap in terms.taps(0):
-        _wait_until_empty(kernel, ring)
-        full = kernel.shared.full.ptr_to([ring.stage])
-        expect(full, kernel.plan.transaction_bytes)
-        _load_b(kernel, 0, tile, term | tap, ring.stage, full)
-        ring.advance()
-    terms.advance(0)
+    data = Ring(kernel.plan.data_stages, 1)
+    ahead = max(0, first_computing(kernel.problem.taps) - AHEAD_TAPS)
+
+    def bring(tile: Tile) -> None:
+        wait(kernel.shared.free.ptr_to([data.stage]), data.phase)
+        barrier = kernel.shared.brought.ptr_to([data.stage])
+        expect(barrier, kernel.plan.data_bytes)
+        terms.load_a(0, tile, terms.at(0), data.stage, barrier)
+        data.advance()
+
+    with T.If(kernel.turns > 0), T.Then():
+        tile = kernel.tile(T.int32(0))
+        terms.begin(tile)
+        bring(tile)
+    with T.serial(0, kernel.turns) as turn:
+        tile = _kept(kernel.grid, kernel.tile(turn))
+        steps = kernel.steps_of(tile)
+        with T.serial(0, steps, unroll=False) as step:
+            term = {name: T.Bind(place) for name, place in terms.at(step).items()}
+            for number, tap in enumerate(terms.taps(0)):
+                _wait_until_empty(kernel, ring)
+                full = kernel.shared.full.ptr_to([ring.stage])
+                expect(full, kernel.plan.transaction_bytes)
+                _load_b(kernel, 0, tile, term | tap, ring.stage, full)
+                ring.advance()
+                if number != ahead:
+                    continue
+                with T.If(step + 1 < steps):
+                    with T.Then():
+                        terms.advance(0)
+                        bring(tile)
+                    with T.Else(), T.If(turn + 1 < kernel.turns), T.Then():
+                        following = kernel.tile(turn + 1)
+                        terms.begin(following)
+                        bring(following)
 
 
 def _kept(grid: Grid | SegmentGrid, tile: Tile) -> Tile:
