@@ -4,13 +4,13 @@
     across    width columns of `vector` neighbouring rows, in vectors over these
     staged    elements in the order in which they lie in memory, a warp side by side
 
-Nothing is loaded beyond the ends: threads there read the last elements again, count as neutral, and
-store nothing.
+Nothing is loaded beyond the ends: threads there read the last elements again, and store nothing;
+what they scan is before nothing that is stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -33,30 +33,33 @@ from ..program.expr import (
     substitute,
     uses_any,
 )
-from ..program.program import Element, Output, Program
+from ..program.program import Element, Output, Program, Tile
 from .config import WARP, ScanConfig
 from .exchange import Place, Staging
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cell:
-    """A point.
-
-    Attributes
-    ----------
-    scope : number of the scope of its row.
-    column : within the row.
-    valid : whether the column is one; None: it is.
+class Spot:
+    """Where a thread computes a point: the number of the scope of its row, the column, and whether
+    that is one (None: it is).
     """
 
-    point: Point
     scope: int
     column: Expr
     valid: Expr | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Cell(Spot):
+    """A point, of which what is loaded has come."""
+
+    point: Point
+
+
 class Cells:
     """What the layouts share: where a thread stands, rows that exist, columns that do.
+
+    What can be loaded without knowing other data is loaded a turn ahead.
 
     Attributes
     ----------
@@ -68,16 +71,69 @@ class Cells:
         self.analyzer = program.analyzer()
         self.turns = -(-program.columns // config.chunk)
         self.whole = self.turns * config.chunk == program.columns
+        self.in_runs = program.columns % config.width == 0  # no thread is beyond the end in part
         inner = config.threads if config.along else config.rows
         near, far = (T.Bind(f(frame.thread, inner)) for f in (T.truncmod, T.truncdiv))
         place, side = (near, far) if config.along else (far, near)
         self.at = Place(config, frame.thread, place, side, self.turns > 1)
         self.exists: Expr | None = None
         self.scopes = [self._scope(row) for row in self._rows()]
+        self.count = config.width * config.vector
+        self.loads = self._loads()
+        self.here = {var: T.alloc_local((self.count,), d) for var, d in self.loads.items()}
+        self.ahead = self.here
+        if self.turns > 1:
+            self.ahead = {var: T.alloc_local((self.count,), d) for var, d in self.loads.items()}
+
+    def start(self) -> None:
+        """Loads what the first turn needs."""
+        self._load(self._places(constant(0, "int32")))
 
     def of_turn(self, turn: Expr) -> list[Cell]:
-        """The cells of a turn, their rows one after the other."""
+        """The cells of a turn, their rows one after the other; loads of the next one start."""
+        if self.turns > 1:
+            for var, buffer in self.here.items():
+                for n in range(self.count):
+                    T.buffer_store(buffer, self.ahead[var][n], [n])
+            with then(turn + 1 < self.turns):
+                self._load(self._places(turn + 1))
+        cells = []
+        for n, place in enumerate(self._places(turn)):
+            point = Point(self.scopes[place.scope], place.column, self._local(n))
+            cells.append(Cell(place.scope, place.column, place.valid, point))
+        return cells
+
+    def _local(self, n: int):
+        return lambda var: self.here[var][n] if var in self.here else None
+
+    def _places(self, turn: Expr) -> list[Spot]:
+        """The points of a turn, their rows one after the other."""
         raise NotImplementedError
+
+    def _loads(self) -> dict[Var, str]:
+        """What is loaded ahead, and its type in memory."""
+        data = (i.var for i in (*self.program.tiles, *self.program.elements, *self.program.values))
+        held = {*data, *(scan.var for scan in self.program.scans)}
+        found = {tile.var: tile.dtype for tile in self.program.tiles}
+        for element in self.program.elements:
+            if element.guard is None and not uses_any(element.offset, held):
+                found[element.var] = element.dtype
+        return found
+
+    def _load(self, places: list[Spot]) -> None:
+        """Starts the loads of a turn."""
+        for n, place in enumerate(places):
+            for item in (*self.program.tiles, *self.program.elements):
+                if item.var in self.loads and item.var not in self._vectors():
+                    offset = self.scopes[place.scope].row(item.offset)
+                    at = substitute(offset, {self.program.column_var: place.column})
+                    at = at + place.column if isinstance(item, Tile) else at
+                    value = self.frame.buffers[item.param][at]
+                    T.buffer_store(self.ahead[item.var], value, [n])
+
+    def _vectors(self) -> Container[Var]:
+        """What a layout loads in vectors by itself."""
+        return ()
 
     def store(self, output: Output, cells: list[Cell], values: list[Expr]) -> None:
         """What an output is at the cells."""
@@ -135,57 +191,47 @@ class Cells:
         end = constant(self.program.columns - 1, self.program.index_dtype)
         return T.Bind(tirx.Min(column, end)), T.Bind(column <= end)
 
-    def _first(self, turn: Expr) -> Expr:
-        """A thread's first column."""
+    def _run(self, turn: Expr) -> list[tuple[Expr, Expr | None]]:
+        """A thread's consecutive columns within the row, and whether each is one."""
         turn, place = (convert(x, self.program.index_dtype) for x in (turn, self.at.place))
-        return T.Bind((turn * self.config.threads + place) * self.config.width)
+        first = T.Bind((turn * self.config.threads + place) * self.config.width)
+        width = self.config.width
+        if not self.in_runs:
+            return [self._column(first + k) for k in range(width)]
+        valid = None
+        if not self.whole:
+            end = constant(self.program.columns - width, self.program.index_dtype)
+            valid, first = T.Bind(first <= end), T.Bind(tirx.Min(first, end))
+        return [(first + k, valid) for k in range(width)]
 
 
 class Along(Cells):
     """See the module docstring."""
 
     def __init__(self, program: Program, config: ScanConfig, frame: Frame) -> None:
-        super().__init__(program, config, frame)
         self.by_vectors = program.columns % config.width == 0
         self.elements = vector_elements(program, config.width) if self.by_vectors else {}
+        super().__init__(program, config, frame)
 
-    def of_turn(self, turn: Expr) -> list[Cell]:
-        """The cells of a turn."""
-        columns, loaded = self._columns(self._first(turn)), {}
-        if self.by_vectors:
-            loaded = self._load(columns[0][0])
+    def _places(self, turn: Expr) -> list[Spot]:
+        return [Spot(0, column, valid) for column, valid in self._run(turn)]
 
-        def local(lane: int):
-            return lambda var: loaded[var][lane] if var in loaded else None
+    def _loads(self) -> dict[Var, str]:
+        vectors = {var: vector.element.dtype for var, vector in self.elements.items()}
+        return {**super()._loads(), **vectors}
 
-        scope = self.scopes[0]
-        return [
-            Cell(Point(scope, column, local(lane)), 0, column, valid)
-            for lane, (column, valid) in enumerate(columns)
-        ]
+    def _vectors(self) -> Container[Var]:
+        tiles = self.program.tiles if self.by_vectors else ()
+        return {*self.elements, *(tile.var for tile in tiles)}
 
-    def _columns(self, first: Expr) -> list[tuple[Expr, Expr | None]]:
-        lanes = range(self.config.width)
-        if not self.by_vectors:
-            return [self._column(first + lane) for lane in lanes]
-        valid, last = None, self.program.columns - self.config.width
-        if not self.whole:
-            end = constant(last, self.program.index_dtype)
-            valid, first = T.Bind(first <= end), T.Bind(tirx.Min(first, end))
-        return [(first + lane, valid) for lane in lanes]
-
-    def _load(self, start: Expr) -> dict[Var, Var]:
-        """Vectors of what is read along the row."""
-        loaded: dict[Var, Var] = {}
-        scope, width = self.scopes[0], self.config.width
-        for tile in self.program.tiles:
-            buffer = loaded[tile.var] = T.alloc_local((width,), tile.dtype)
+    def _load(self, places: list[Spot]) -> None:
+        super()._load(places)
+        scope, width, start = self.scopes[0], self.config.width, places[0].column
+        for tile in self.program.tiles if self.by_vectors else ():
             piece = piece_bytes(tile.offset, tile.dtype, width, self.analyzer)
-            load_tile(scope, tile, start, (buffer, 0), width, piece)
+            load_tile(scope, tile, start, (self.ahead[tile.var], 0), width, piece)
         for var, vector in self.elements.items():
-            buffer = loaded[var] = T.alloc_local((width,), vector.element.dtype)
-            load_element(scope, vector, start, (buffer, 0), width)
-        return loaded
+            load_element(scope, vector, start, (self.ahead[var], 0), width)
 
     def store(self, output: Output, cells: list[Cell], values: list[Expr]) -> None:
         """What an output is at the cells."""
@@ -201,34 +247,37 @@ class Across(Cells):
     """See the module docstring."""
 
     def __init__(self, program: Program, config: ScanConfig, frame: Frame) -> None:
-        super().__init__(program, config, frame)
         found = ((e, _row_piece(program, e, config.vector)) for e in program.elements)
         self.pieces = {element: piece for element, piece in found if piece is not None}
+        super().__init__(program, config, frame)
 
-    def of_turn(self, turn: Expr) -> list[Cell]:
-        """The cells of a turn, their rows one after the other."""
-        first, width = self._first(turn), self.config.width
-        columns = [self._column(first + k) for k in range(width)]
-        loaded = [self._load(column) for column, _ in columns]
+    def _places(self, turn: Expr) -> list[Spot]:
+        run = self._run(turn)
+        return [Spot(row, *column) for row in range(self.config.vector) for column in run]
 
-        def local(k: int, row: int):
-            return lambda var: loaded[k][var][row] if var in loaded[k] else None
+    def _vectors(self) -> Container[Var]:
+        return {element.var for element in self.pieces}
 
-        return [
-            Cell(Point(scope, column, local(k, row)), row, column, valid)
-            for row, scope in enumerate(self.scopes)
-            for k, (column, valid) in enumerate(columns)
-        ]
+    def _local(self, n: int):
+        row, k = divmod(n, self.config.width)
+        vectors, turned = self._vectors(), k * self.config.vector + row
 
-    def _load(self, column: Expr) -> dict[Var, Var]:
-        """Vectors over neighbouring rows of what is read at a column."""
-        loaded: dict[Var, Var] = {}
-        scope, size, here = self.scopes[0], self.config.vector, self.program.column_var
-        for element, piece in self.pieces.items():
-            start = substitute(scope.row(element.offset), {here: column})
-            buffer = loaded[element.var] = T.alloc_local((size,), element.dtype)
-            load_values(scope, element.param, start, element.dtype, (buffer, 0), size, piece)
-        return loaded
+        def local(var: Var) -> Expr | None:
+            if var not in self.here:
+                return None
+            return self.here[var][turned if var in vectors else n]
+
+        return local
+
+    def _load(self, places: list[Spot]) -> None:
+        super()._load(places)
+        scope, size = self.scopes[0], self.config.vector
+        for k, place in enumerate(places[: self.config.width]):
+            here = {self.program.column_var: place.column}
+            for element, piece in self.pieces.items():
+                start = substitute(scope.row(element.offset), here)
+                target = (self.ahead[element.var], k * size)
+                load_values(scope, element.param, start, element.dtype, target, size, piece)
 
     def store(self, output: Output, cells: list[Cell], values: list[Expr]) -> None:
         """What an output is at the cells."""
@@ -298,17 +347,14 @@ class Staged(Cells):
             return [first]
         return [first + convert(T.truncmod(e, inner), index) for e in self.within]
 
-    def of_turn(self, turn: Expr) -> list[Cell]:
-        """The cells of a turn."""
-        inner, cells = self.config.staged, []
+    def _places(self, turn: Expr) -> list[Spot]:
+        inner, found = self.config.staged, []
         start = T.Bind(convert(turn, self.program.index_dtype) * self.config.chunk)
         for k, element in enumerate(self.within):
             place = element if inner == 1 else T.truncdiv(element, inner)
-            column, valid = self._column(start + convert(place, self.program.index_dtype))
-            number_ = 0 if inner == 1 else k
-            point = Point(self.scopes[number_], column)
-            cells.append(Cell(point, number_, column, valid))
-        return cells
+            column = self._column(start + convert(place, self.program.index_dtype))
+            found.append(Spot(0 if inner == 1 else k, *column))
+        return found
 
     def slots(self) -> list[Expr]:
         """Where a thread's elements lie in shared memory."""

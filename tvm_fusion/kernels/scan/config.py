@@ -17,6 +17,8 @@ WARP = 32
 WIDEST_ACCESS = 16
 BLOCK_THREADS = 256
 """Threads that share a row of which there are enough to fill the device."""
+FEW_ROWS = 8
+"""For each multiprocessor: fewer are scanned by as many threads as take them in one turn."""
 FEWEST_THREADS = 128
 """Threads of a block, where short rows are gathered in one."""
 BY_ELEMENTS = 4
@@ -24,11 +26,12 @@ BY_ELEMENTS = 4
 RUN = 8
 """Columns of a thread where rows are neighbours."""
 FEW_PARTS = 8
-"""Partial results up to which each thread of a block looks at all of them."""
-SECTOR, LINE = 32, 128
-"""Bytes that memory moves, and that a load of a warp should at least have in one place."""
-IN_FLIGHT = 40 << 10
-"""Bytes that each multiprocessor should wait for at a time to keep an H200's memory busy."""
+"""Partial results of its rows up to which each thread of a block looks at all of them."""
+LINE = 128
+"""Bytes that memory is best read in."""
+_LINES = ((4, 4), (2, 4), (1, 1.5), (0.5, 0.85), (0.25, 0))
+"""Lines of a block side by side, and for how many blocks a multiprocessor at least."""
+BLOCK_OF_WALKERS = 512
 STAGED_BYTES = 64
 """Rows that are neighbours are scanned through shared memory if they have no more bytes."""
 
@@ -146,7 +149,7 @@ def _along_width(shape: Shape) -> int:
 def _along(shape: Shape, hw: HardwareProfile) -> list[ScanConfig]:
     width = max(_along_width(shape), BY_ELEMENTS)
     most = _power(-(-shape.columns // width))
-    usual = hw.max_threads_per_block if shape.rows < hw.num_sms else BLOCK_THREADS
+    usual = hw.max_threads_per_block if shape.rows < FEW_ROWS * hw.num_sms else BLOCK_THREADS
     found = []
     for limit in (usual, BLOCK_THREADS, 2 * BLOCK_THREADS, BLOCK_THREADS // 2):
         threads = min(most, limit, hw.max_threads_per_block)
@@ -158,9 +161,16 @@ def _along(shape: Shape, hw: HardwareProfile) -> list[ScanConfig]:
 def _staged(shape: Shape, hw: HardwareProfile) -> list[ScanConfig]:
     width = max(BY_ELEMENTS, WIDEST_ACCESS // shape.narrow)
     most, inner = _power(-(-shape.columns // width)), shape.inner
-    wide = shape.rows < hw.num_sms * inner
+    few = shape.rows < FEW_ROWS * hw.num_sms * inner
+    if few and inner == 1 and shape.columns > width * hw.max_threads_per_block // 2:
+        width *= 2
+        most = _power(-(-shape.columns // width))
     found = []
-    for limit in (1024 if wide else BLOCK_THREADS, BLOCK_THREADS, 2 * BLOCK_THREADS):
+    for limit in (
+        hw.max_threads_per_block if few else BLOCK_THREADS,
+        BLOCK_THREADS,
+        2 * BLOCK_THREADS,
+    ):
         threads = min(most, max(1, _power(limit // inner + 1) // 2))
         groups = max(1, FEWEST_THREADS // (threads * inner))
         while groups * threads * inner % WARP:
@@ -171,30 +181,30 @@ def _staged(shape: Shape, hw: HardwareProfile) -> list[ScanConfig]:
 
 
 def _across(shape: Shape, hw: HardwareProfile) -> list[ScanConfig]:
-    """Side by side as many threads as fill a line, fewer where that leaves multiprocessors idle;
-    one above the other as many as keep the memory busy.
+    """Side by side as many threads as fill a line or several, fewer where that leaves
+    multiprocessors idle; over each other as many as make a block that keeps one busy.
     """
     vector = next(v for v in (8 // shape.narrow, 2, 1) if v and shape.beside % v == 0)
     found = []
-    for bytes_side, usual in ((4 * LINE, False), (2 * LINE, False), (LINE, False), (SECTOR, True)):
-        side = max(1, bytes_side // (vector * shape.narrow))
+    for lines, fewest in _LINES:
+        side = max(1, int(lines * LINE) // (vector * shape.narrow))
         side = min(side, _power(-(-shape.rows // vector)), 4 * WARP)
         blocks = -(-shape.rows // (side * vector))
-        if blocks >= 2 * hw.num_sms or usual:
+        if blocks >= fewest * hw.num_sms and (lines <= 2 or vector == 1):
             found.append(_walkers(shape, hw, side, vector))
     return found
 
 
 def _walkers(shape: Shape, hw: HardwareProfile, side: int, vector: int) -> ScanConfig:
-    """As many threads over each other as keep the memory busy."""
-    blocks = -(-shape.rows // (side * vector))
-    flight = side * vector * RUN * shape.point  # bytes of one walker
-    resident = max(1, min(blocks // hw.num_sms, 8))
-    wanted = _power(-(-IN_FLIGHT // (flight * resident)))
+    """A block of which a multiprocessor has several, or all of one."""
+    several = -(-shape.rows // (side * vector)) > hw.num_sms
+    block = BLOCK_OF_WALKERS if several else hw.max_threads_per_block
+    apart = several and vector == 1
+    width = (WIDEST_ACCESS if apart else 2 * WIDEST_ACCESS) // (vector * shape.narrow)
+    width = max(1, min(width, 2 * RUN))
     fewest = -(-WARP // side)
-    most = min(_power(-(-shape.columns // RUN)), hw.max_threads_per_block // side)
-    threads = max(1, min(max(wanted, fewest), most))
-    return ScanConfig(threads, side, RUN, along=False, vector=vector)
+    threads = min(block // side, _power(-(-shape.columns // width)))
+    return ScanConfig(max(fewest, threads), side, width, along=False, vector=vector)
 
 
 def _power(number: int) -> int:

@@ -143,7 +143,7 @@ class Exchange:
             for slot, (_, whole) in zip(slots, pairs, strict=True):
                 T.buffer_store(self.memory, whole, [slot + part])
         T.evaluate(T.cuda.cta_sync())
-        if config.parts > FEW_PARTS:
+        if config.parts * self.rows > FEW_PARTS:
             self._scan_partials(first)
             find = self._scanned
         else:

@@ -2,7 +2,7 @@
 to, and what is carried from turn to turn stands before them.
 
     for each turn of threads * width columns:
-        load, compute the bodies; values[l] = values[l - 1] + body
+        compute the bodies, load those of the next turn; values[l] = values[l - 1] + body
         before = carry + those of the threads to the left        shuffles, shared memory
         carry  = carry + those of all
         scan   = before + values[l]; compute and store the outputs
@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from tvm import tirx
-from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
@@ -26,7 +25,7 @@ from ..gpu.frame import Frame, kernel_frame, then
 from ..program.expr import bytes_of, constant, convert, dtype_of, known_factor, linear_form, number
 from ..program.narrow import narrow_indices
 from ..program.program import Extent, Output, Program
-from .cells import Cell, Staged, cells_of
+from .cells import Staged, cells_of
 from .config import ScanConfig, Shape, configs
 from .exchange import Exchange
 from .problem import read_scans
@@ -120,10 +119,11 @@ def _emit_turns(program: Program, config: ScanConfig, frame: Frame) -> None:
         prepared.append([[scope.prepare(expr) for expr in part] for part in (bodies, values)])
     exchanges = [Exchange(scan, layout.at) for scan in program.scans]
     slots = layout.slots() if isinstance(layout, Staged) else []
+    layout.start()
     with T.serial(layout.turns) as turn:
         cells = layout.of_turn(turn)
         for n, exchange in enumerate(exchanges):
-            elements = [_element(cell, prepared[cell.scope][0][n], exchange) for cell in cells]
+            elements = [cell.point.evaluate(prepared[cell.scope][0][n]) for cell in cells]
             if isinstance(layout, Staged):
                 found = layout.staging.exchanged(exchange, turn, slots, elements)
             else:
@@ -133,12 +133,6 @@ def _emit_turns(program: Program, config: ScanConfig, frame: Frame) -> None:
         for n, output in enumerate(program.outputs):
             found = [T.Bind(cell.point.evaluate(prepared[cell.scope][1][n])) for cell in cells]
             layout.store(output, cells, found)
-
-
-def _element(cell: Cell, body: Expr, exchange: Exchange) -> Expr:
-    """What is scanned; neutral beyond the end."""
-    value = cell.point.evaluate(body)
-    return value if cell.valid is None else tirx.Select(cell.valid, value, exchange.neutral)
 
 
 WRITER = Writer("scans", read_scans, (Form("scan", ScanConfig, _ranked, emit_scan),))
