@@ -16,6 +16,8 @@ TERMS = 2 * OCTET
 """Of an mma.sync."""
 LANES = 128
 """Instructions of a lane that a multiprocessor issues in a cycle."""
+WARP, ROWS_OF_LOAD = 32, 8
+"""Lanes of a warp, and rows that they hold: four have neighbouring columns of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,9 @@ class Coefficients:
         Issue cycles of an element of the epilogue, its stores included, of a warp's 32 lanes.
     piece_cycles : float
         Issue cycles of a piece of data.
+    line_cycles : float
+        Of each line of memory that a warp's load of what is read for each element meets: those of
+        8 rows.
     overlap : float
         The greater of time at the memory and in the multiprocessors hides the lesser one the more
         of it, the greater this exponent.
@@ -46,18 +51,21 @@ class Coefficients:
     wait_cycles: float
     element_cycles: float
     piece_cycles: float
+    line_cycles: float
     overlap: float
     within: float
 
 
 # Of 14 first layers and 16 thin products on an H200 (2026-11-26, tests/data/runs_sweep_h200.json):
-# off by 6 % in the median, first choices lose 3 %.
+# off by 6 % in the median, first choices lose 3 %. `line_cycles` is of five products with a
+# residual (2026-11-27): predicted are 0.97 to 1.08 of what they take in the median, 0.77 without.
 FITTED = Coefficients(
     start_s=8.2e-7,
     fill_cycles=1370.0,
     wait_cycles=625.0,
     element_cycles=2.13,
     piece_cycles=26.3,
+    line_cycles=1.0,
     overlap=5.08,
     within=1.92,
 )
@@ -93,6 +101,7 @@ def runs_seconds(shape: Shape, hw: HardwareProfile, fitted: Coefficients = FITTE
     issue += fitted.piece_cycles * shape.patch_lines * shape.pieces / LANES
     operations = OPERATION_LATENCY * operation_s([p.segment.segment], hw)
     issue += operations * stored * hw.num_sms * clock
+    issue += fitted.line_cycles * ROWS_OF_LOAD * _loads_of_elements(p) * stored / WARP
     port = shape.patch_lines * shape.pieces * p.piece * ELEMENT + stored * ELEMENT * outputs
     port /= PORT_BYTES
     limits = sum(limit**fitted.within for limit in (tensor, shared, port)) ** (1 / fitted.within)
@@ -103,6 +112,12 @@ def runs_seconds(shape: Shape, hw: HardwareProfile, fitted: Coefficients = FITTE
     memory = moved_bytes(p) / hw.hbm_bytes_per_s
     e = fitted.overlap
     return fitted.start_s + hw.kernel_gap_us * 1e-6 + (busy**e + memory**e) ** (1 / e)
+
+
+def _loads_of_elements(problem: Runs) -> float:
+    """Loads of a thread for each of its elements, of what differs between all of them."""
+    found = [load for load in problem.segment.loads if load.is_matrix]
+    return sum(0.5 if load.paired else 1.0 for load in found)
 
 
 def _flops_per_cycle(dtype: str, hw: HardwareProfile) -> float:
