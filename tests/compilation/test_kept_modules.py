@@ -1,6 +1,7 @@
 """What was compiled before is read again: nothing is planned, built or checked, and it is right."""
 
 import shutil
+import threading
 
 import pytest
 import torch
@@ -61,7 +62,9 @@ X = torch.randn(5, WIDTH)
 
 
 def compiled(model, **options):
-    return tvm_fusion.compile(model.eval(), "llvm", example_inputs=(X,), **options)
+    found = tvm_fusion.compile(model.eval(), "llvm", example_inputs=(X,), **options)
+    kept_modules.settle()
+    return found
 
 
 def check(module, model, calls=1):
@@ -85,6 +88,23 @@ def test_a_second_compile_reads_the_first_and_computes_its_own_weights(counts, p
     assert again.launches == first.launches
     loaded = CompiledModule.load(again.save(tmp_path / "saved.so"))
     torch.testing.assert_close(loaded(X)["sum"], other(X)["sum"], rtol=1e-4, atol=1e-4)
+
+
+def test_a_module_is_written_while_its_caller_goes_on(folder, planned, monkeypatch):
+    writes, library_of = threading.Event(), kept_modules.library_of
+
+    def late(executable, place):
+        write = library_of(executable, place)
+        return lambda path: writes.wait(60) and write(path)
+
+    monkeypatch.setattr(kept_modules, "library_of", late)
+    model = Model(0).eval()
+    check(tvm_fusion.compile(model, "llvm", example_inputs=(X,)), model)
+    assert not list(folder.glob("*/module.so"))
+    writes.set()
+    check(tvm_fusion.compile(model, "llvm", example_inputs=(X,)), model)  # waits for it
+    assert len(planned) == 1
+    assert len(list(folder.glob("*/module.so"))) == 1
 
 
 def test_what_is_asked_for_otherwise_is_compiled(planned):
@@ -127,4 +147,5 @@ def test_only_the_modules_used_last_stay(folder, monkeypatch):
     for width in (3, 4, 5):
         model, x = torch.nn.Softmax(-1), torch.randn(2, width)
         tvm_fusion.compile(model, "llvm", example_inputs=(x,), verify=False)
+        kept_modules.settle()
     assert len(list(folder.iterdir())) == 2

@@ -10,16 +10,21 @@ anew from the model's own. Nothing is kept of models of several functions, with 
 that a caller gives, with times, for a device that is not here, with checks of indices, or while a
 kernel class or rewrite of a user's is registered; nor where plans are not kept
 (`TVM_FUSION_PLAN_CACHE=0`). The `MOST_MODULES` used last stay.
+
+A module is written on a thread of its own while the caller goes on with it; the process does not
+end, and does not fork, before that is done.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +53,7 @@ from ..report.screen import Report
 from ..runtime.build.build import Built, build_functions
 from ..runtime.build.weight_values import WeightValues
 from ..runtime.calls.compiled_module import CompiledModule
-from ..runtime.calls.sidecar import export_executable
+from ..runtime.calls.sidecar import library_of
 from ..runtime.calls.signature import load_library
 from ..transform.layouts.memory_formats import MemoryFormats
 from .one_function import Wishes
@@ -60,6 +65,7 @@ NEW = "new_"
 LEAST_S = 0.3  # what takes less is compiled again: writing it takes 0.1 s
 _FORMAT = 3
 _LIBRARY, _FACTS, _WRITTEN = "module.so", "facts.pickle", "written.json"
+_writing: dict[Path, threading.Thread] = {}
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,9 @@ class Kept:
 
     def found(self) -> CompiledModule | None:
         """What was compiled before; None where nothing was, or it cannot be read."""
+        writing = _writing.get(self.folder)
+        if writing is not None:
+            writing.join()
         if not (self.folder / _FACTS).is_file():
             return None
         try:
@@ -133,25 +142,43 @@ class Kept:
         return compiled.told.report(made, compiled.verification, compiled.launches)
 
     def keep(self, compiled: CompiledModule) -> None:
-        """Write what was compiled; what cannot be written is left, and logged."""
+        """Write what was compiled and has run, behind the caller's back; what cannot be written is
+        left, and logged.
+        """
+        try:
+            write = self._writer(compiled)
+        except BuildError as error:
+            logger.info("the module is not kept: %s", error)
+            return
+        thread = threading.Thread(target=self._keep, args=(write,), name="tvm_fusion keeps")
+        _writing[self.folder] = thread
+        try:
+            thread.start()
+        except RuntimeError:  # the process ends
+            del _writing[self.folder]
+            self._keep(write)
+
+    def _keep(self, write: Callable[[Path], None]) -> None:
         ours = self.folder.parent
         try:
             make_folder(ours)
             with tempfile.TemporaryDirectory(dir=ours, prefix=NEW) as new:
-                self._write(Path(new), compiled)
+                write(Path(new))
                 shutil.rmtree(self.folder, ignore_errors=True)
                 Path(new).rename(self.folder)
                 Path(new).mkdir()  # for what takes the temporary folder away
+            _forget_old(ours)
         except (OSError, BuildError, InputError, pickle.PicklingError) as error:
             logger.info("the module is not kept: %s", error)
-            return
-        _forget_old(ours)
+        finally:
+            if _writing.get(self.folder) is threading.current_thread():
+                del _writing[self.folder]
 
-    def _write(self, folder: Path, compiled: CompiledModule) -> None:
+    def _writer(self, compiled: CompiledModule) -> Callable[[Path], None]:
+        """What writes the files of a module into a folder, on any thread."""
         built = compiled.built
         left = ("executable", "target", "weights", "written")
         plain = {f.name: getattr(built, f.name) for f in fields(Built) if f.name not in left}
-        hollow, found = as_parameters(built.written(), ["main"])
         facts = {
             "built": plain | {"kernels": dict(built.kernels), "resources": dict(built.resources)},
             "plan": compiled.plan,
@@ -161,11 +188,28 @@ class Kept:
             "uncapturable": compiled.uncapturable,
             "weights": built.weights.names(),
             "origins": built.weights.origins,
-            "written": [weight.name for weight in found["main"]],
         }
-        replace_bytes(folder / _FACTS, pickle.dumps(facts))
-        replace_file(folder / _WRITTEN, tvm.ir.save_json(hollow))
-        export_executable(built.executable, folder / _LIBRARY)
+        compiled.settle_machine()
+        library = library_of(built.executable, self.folder / _LIBRARY)
+
+        def write(folder: Path) -> None:
+            hollow, found = as_parameters(built.written(), ["main"])
+            facts["written"] = [weight.name for weight in found["main"]]
+            replace_bytes(folder / _FACTS, pickle.dumps(facts))
+            replace_file(folder / _WRITTEN, tvm.ir.save_json(hollow))
+            library(folder / _LIBRARY)
+
+        return write
+
+
+def settle() -> None:
+    """Waits for what is being written."""
+    for thread in tuple(_writing.values()):
+        if thread is not threading.current_thread():
+            thread.join()
+
+
+os.register_at_fork(before=settle)
 
 
 def _with_constants(path: Path, weights: Sequence[Weight]) -> tvm.IRModule:

@@ -205,6 +205,10 @@ class CompiledModule:
         weights = None if self.built is None else self.built.weights
         return virtual_machine(self._executable, self.device, weights)
 
+    def settle_machine(self) -> None:
+        """Make the virtual machine, and the machine code of what it calls on the host."""
+        _ = self._main
+
     @cached_property
     def _main(self) -> Callable[..., Any]:
         try:

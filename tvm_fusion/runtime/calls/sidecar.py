@@ -7,7 +7,7 @@ import struct
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +63,65 @@ def export_executable(executable: Any, path: Path) -> None:
     BuildError where there is no compiler.
     """
     refuse_unwritable(path, "module")
+    library_of(executable, path)(path)
+
+
+def library_of(executable: Any, place: Path) -> Callable[[Path], None]:
+    """What writes an executable as a shared library: on any thread, if its virtual machine was made
+    on this one.
+
+    Parameters
+    ----------
+    executable : VMExecutable
+    place : Path
+        Where it will lie in the end, for errors.
+
+    Raises
+    ------
+    BuildError
+        As `export_executable`; so does what is returned.
+    """
     if cc.get_cc() is None:
         raise BuildError(
-            f"cannot write the library {path}: no C++ compiler (g++ or clang++) on PATH; install "
+            f"cannot write the library {place}: no C++ compiler (g++ or clang++) on PATH; install "
             "one, or name one in CXX"
         )
     if not isinstance(executable, tvm.runtime.Executable):
         raise BuildError("a loaded module cannot be saved again: copy its file and its .json")
+    with _build_errors(place):
+        pack = _packed_imports(executable.mod)
+
+    def write(path: Path) -> None:
+        with _build_errors(place):
+            executable.export_library(str(path), fpack_imports=pack)
+
+    return write
+
+
+def _packed_imports(mod: Any) -> Callable[..., str] | None:
+    """The imports of a module for `export_library`; None where that packs them itself."""
+    host = next((m for m in mod._collect_dso_modules() if m.kind == "llvm"), None)
+    if host is None:
+        return None
+    pack = tvm.get_global_func("runtime.ModulePackImportsToLLVM")
+    with without_lines(containing=_SCOPES):
+        packed = pack(mod, False, host["_get_target_string"](), "")
+
+    def write(_mod: Any, _is_system: bool, prefix: str, folder: str) -> str:
+        path = str(Path(folder, f"{prefix}devc.o"))
+        packed.write_to_file(path)
+        return path
+
+    return write
+
+
+@contextlib.contextmanager
+def _build_errors(place: Path) -> Iterator[None]:
     try:
-        with without_lines(containing=_SCOPES):
-            executable.export_library(str(path))
+        yield
     except (OSError, RuntimeError) as error:
         raise BuildError(
-            f"cannot write the library {path}: {error}. It takes a writable folder and a C++ "
+            f"cannot write the library {place}: {error}. It takes a writable folder and a C++ "
             "compiler (g++ or clang++) on PATH"
         ) from error
 
