@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 from tvm import tirx
 
-from tvm_fusion.config import load_profile
+from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.recurrence.alone import alone_configs, emit_alone
+from tvm_fusion.kernels.recurrence.alone import AloneConfig, alone_configs, emit_alone
 from tvm_fusion.kernels.recurrence.cell import Cell
 from tvm_fusion.kernels.recurrence.form import Recurrence, recurrence_form
+from tvm_fusion.kernels.recurrence.kept import KeptConfig, emit_kept, kept_configs
+from tvm_fusion.kernels.recurrence.kernel import WRITER
 from tvm_fusion.kernels.recurrence.problem import read_recurrence
-from tvm_fusion.kernels.recurrence.spread import emit_spread, spread_configs
+from tvm_fusion.kernels.recurrence.spread import SpreadConfig, emit_spread, spread_configs
 
 from ...support.cuda_on_cpu import lower, run_cuda_on_cpu
 from ...support.kernel_cases import numpy_dtype
@@ -125,10 +127,39 @@ def test_blocks_exchange_hidden_states_over_a_grid_barrier(made, sizes, options)
     check(made, lowered, sizes)
 
 
-def test_the_barriers_of_a_spread_recurrence_are_enough():
+@pytest.mark.parametrize(
+    ("made", "sizes", "blocks"),
+    [
+        (Recurrence(Cell.LSTM, 3, 3, 64, "float16", False), {}, 1),
+        (Recurrence(Cell.GRU, STEPS, 11, 64, "bfloat16", True), {"steps": 4}, 1),
+        (Recurrence(Cell.TANH, 1, BATCH, 96, "float16", False), {"batch": 9}, 1),
+        (Recurrence(Cell.LSTM, 3, 9, 64, "float16", False), {}, 2),
+        (Recurrence(Cell.GRU, 2, 2, 128, "float16", False), {}, 4),
+    ],
+    ids=["lstm", "gru", "rnn", "cluster of 2", "cluster of 4"],
+)
+def test_a_block_or_a_cluster_keeps_all_weights(made, sizes, blocks):
+    check(made, emit_kept(made, H200, KeptConfig(blocks)), sizes)
+
+
+def test_small_recurrences_are_kept_and_large_ones_spread():
+    def form(cell, units, batch=4):
+        made = Recurrence(cell, STEPS, batch, units, "float16", False)
+        return WRITER.ranked(made, H200, load_policy(None))[0][1]
+
+    assert form(Cell.LSTM, 128) == KeptConfig(1)
+    assert form(Cell.GRU, 256) == KeptConfig(4)
+    assert isinstance(form(Cell.LSTM, 512), SpreadConfig)
+    assert isinstance(form(Cell.LSTM, 50), AloneConfig)
+    with pytest.raises(Unsupported, match="256 registers of weights"):
+        kept_configs(Recurrence(Cell.LSTM, 3, 4, 512, "float16", False), H200)
+
+
+@pytest.mark.parametrize("emit", [emit_kept, emit_spread])
+def test_barriers_are_enough(emit):
     made = Recurrence(Cell.LSTM, 3, 2, 64, "float16", False)
-    (config,) = spread_configs(made, H200)
-    check(made, emit_spread(made, H200, config), seed=1)
+    (config,) = spread_configs(made, H200) if emit is emit_spread else [KeptConfig(2)]
+    check(made, emit(made, H200, config), seed=1)
 
 
 @pytest.mark.parametrize(

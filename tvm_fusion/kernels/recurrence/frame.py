@@ -28,7 +28,7 @@ class Frame:
     ----------
     buffers : flat views of the parameters, by name.
     steps, batch : in 64 bits.
-    block, thread : in 32 bits.
+    block, thread, rank : in 32 bits: in the grid (of clusters), in the block, in the cluster.
     func : the finished PrimFunc, once the frame is closed.
     """
 
@@ -38,6 +38,7 @@ class Frame:
     batch: Expr
     block: Expr
     thread: Expr
+    rank: Expr | None = None
     func: tirx.PrimFunc | None = None
 
     def time(self, s: Expr) -> Expr:
@@ -60,8 +61,10 @@ class Frame:
 
 
 @contextmanager
-def recurrence_kernel(made: Recurrence, grid: Extent, threads: int) -> Iterator[Frame]:
-    """Opens a TIRx kernel with the parameters of a recurrence."""
+def recurrence_kernel(
+    made: Recurrence, grid: Extent, threads: int, cluster: int = 1
+) -> Iterator[Frame]:
+    """Opens a TIRx kernel with the parameters of a recurrence; `grid` counts clusters."""
     with IRBuilder() as builder, B.prim_func():
         T.func_name("main")
         shapes = made.shapes()
@@ -71,13 +74,18 @@ def recurrence_kernel(made: Recurrence, grid: Extent, threads: int) -> Iterator[
         }
         T.func_attr({"tirx.noalias": True})
         T.device_entry()
-        block = T.cta_id([grid if isinstance(grid, int) else convert(grid, "int32")])
+        blocks = grid * cluster
+        block = T.cta_id([blocks if isinstance(blocks, int) else convert(blocks, "int32")])
+        rank = None
+        if cluster > 1:
+            rank = T.cta_id_in_cluster([cluster])
+            block = T.Bind(T.truncdiv(block, cluster))
         thread = T.thread_id([threads])
         buffers = {
             name: T.decl_buffer((_elements(shapes[name]),), made.dtype, data=arg.data)
             for name, arg in args.items()
         }
-        frame = Frame(made, buffers, index(made.steps), index(made.batch), block, thread)
+        frame = Frame(made, buffers, index(made.steps), index(made.batch), block, thread, rank)
         yield frame
     attrs = {"tirx.is_scheduled": True, "tirx.noalias": True, "op_pattern": OPAQUE}
     func = builder.get().with_attr({**attrs, "tvm_fusion.tirx": True})

@@ -124,6 +124,16 @@ class _Sizes:
         return 4 * (self.weight_words + self.sums)
 
 
+def check_halves(made: Recurrence, hw: HardwareProfile) -> None:
+    """Raise Unsupported where mma.m16n8k16 does not take the weights as they lie."""
+    if made.dtype not in HALF_DTYPES:
+        raise Unsupported(f"tensor cores for {made.dtype}")
+    if int(re.sub(r"\D", "", hw.arch) or 0) < 80:
+        raise Unsupported(f"mma.m16n8k16 on {hw.arch}")
+    if made.units % TERMS:
+        raise Unsupported(f"{made.units} units, no multiple of {TERMS}")
+
+
 def spread_configs(made: Recurrence, hw: HardwareProfile) -> list[SpreadConfig]:
     """The configuration.
 
@@ -133,12 +143,7 @@ def spread_configs(made: Recurrence, hw: HardwareProfile) -> list[SpreadConfig]:
         For other types than halves, units that are no multiple of 32, or weights that the
         multiprocessors cannot keep.
     """
-    if made.dtype not in HALF_DTYPES:
-        raise Unsupported(f"tensor cores for {made.dtype}")
-    if int(re.sub(r"\D", "", hw.arch) or 0) < 80:
-        raise Unsupported(f"mma.m16n8k16 on {hw.arch}")
-    if made.units % TERMS:
-        raise Unsupported(f"{made.units} units, no multiple of {TERMS}")
+    check_halves(made, hw)
     chunks, eights = made.units // TERMS, made.units // 8
     each = next(n for n in range(1, eights + 1) if eights % n == 0 and eights // n <= hw.num_sms)
     warps = next(n for n in range(min(MOST_WARPS, chunks), 0, -1) if chunks % n == 0)
@@ -161,7 +166,7 @@ def emit_spread(made: Recurrence, hw: HardwareProfile, config: SpreadConfig) -> 
     return frame.func.with_attr(COOPERATIVE_ATTR, True)
 
 
-def _copy(target: Expr, source: Expr) -> None:
+def copy_fresh(target: Expr, source: Expr) -> None:
     """16 bytes from global memory to registers, not by way of the first-level cache, which does not
     see what other blocks write.
     """
@@ -229,7 +234,7 @@ class _Spread:
                 for chunk in range(sizes.chunks):
                     source = line + convert(self._term(chunk), "int64")
                     array, slot = self._place(tile, chunk)
-                    _copy(
+                    copy_fresh(
                         array.ptr_to([slot + half * 4 * (1 if array is self.kept else WARP)]),
                         self.frame.buffers["w"].ptr_to([source]),
                     )
@@ -320,10 +325,10 @@ class _Spread:
                     with T.If(tirx.EQ(s, index(0))):
                         with T.Then():
                             place = self.frame.state(row, term)
-                            _copy(target, self.frame.buffers["h0"].ptr_to([place]))
+                            copy_fresh(target, self.frame.buffers["h0"].ptr_to([place]))
                         with T.Else():
                             place = self.frame.hidden(before, row, term)
-                            _copy(target, self.frame.buffers["y"].ptr_to([place]))
+                            copy_fresh(target, self.frame.buffers["y"].ptr_to([place]))
             for tile in range(self.sizes.tiles):
                 words = self._weights(tile, chunk)
                 for n in range(self.tiles_n):
