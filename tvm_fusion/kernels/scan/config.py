@@ -29,7 +29,7 @@ FEW_PARTS = 8
 """Partial results of its rows up to which each thread of a block looks at all of them."""
 LINE = 128
 """Bytes that memory is best read in."""
-_LINES = ((4, 4), (2, 4), (1, 1.5), (0.5, 0.85), (0.25, 0))
+_LINES = ((4, 4), (2, 4), (1, 1.5), (0.5, 0.85), (0.25, 0.6), (0.125, 0))
 """Lines of a block side by side, and for how many blocks a multiprocessor at least."""
 BLOCK_OF_WALKERS = 512
 STAGED_BYTES = 64
