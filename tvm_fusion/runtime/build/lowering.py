@@ -47,6 +47,7 @@ from ...transform.memory.plan_memory import PlanMemory, PlanMemoryByTVM
 from . import hidden_ranges
 from .guards import with_guards
 from .hidden_divisions import with_hidden_divisions
+from .join_writes import JoinWrites
 from .kept_nan import STORED, with_kept_nan
 from .plain_schedule import PLAIN_ATTR, calls_host, plain_schedule
 
@@ -72,7 +73,8 @@ def lowering_pipeline(
     when nothing but calls of functions is left, `lowered` when the sizes of tensors are read, too.
 
     Nothing is fused here. Operators that are still high-level get TVM's legalisation, and on a GPU
-    PrimFuncs without the attribute "tirx.is_scheduled" get DLight's default schedule.
+    PrimFuncs without the attribute "tirx.is_scheduled" get DLight's default schedule, after those
+    that write in place are joined.
     """
     on_gpu = "gpu" in target.keys
     passes = [
@@ -80,6 +82,7 @@ def lowering_pipeline(
         relax.backend.DispatchSortScan(),
         relax.transform.LegalizeOps(),
         ViewReshapes(),
+        *([JoinWrites()] if on_gpu else []),
         relax.transform.DeadCodeElimination(),
         *([ScheduleLeftovers(target)] if on_gpu else []),
         relax.transform.ToNonDataflow(),
