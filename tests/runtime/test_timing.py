@@ -117,11 +117,12 @@ def test_kernels_count_for_the_span_that_holds_their_middle():
     kernels = [
         (40.0, 90.0),  # between spans: the cleaning of the L2
         (5.0, 9.0),
-        (12.0, 20.0),
+        (12.0, 18.0),
+        (17.0, 20.0),  # launched before the one in front of it ended
         (99.0, 111.0),  # starts before its span by the skew of the two clocks
         (240.0, 250.0),
     ]
-    assert attribute(spans, kernels) == {0: [(12.0, 2), (0, 0)], 1: [(12.0, 1)]}
+    assert attribute(spans, kernels) == {0: [(12.0, 3), (0, 0)], 1: [(12.0, 1)]}
 
 
 @pytest.mark.gpu

@@ -91,7 +91,7 @@ class KernelsAhead:
         if not is_tirx(kernel):
             return
         try:
-            code = kernel_code(name, kernel, self._target)
+            code = kernel_code(name, kernel, self._target, early=True)
         except BuildError as error:
             logger.info("%s", error)
             return

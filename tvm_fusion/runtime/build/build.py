@@ -41,9 +41,9 @@ from .kernel_code import (
     KernelCode,
     attempt,
     cuda_units,
+    finalized,
     host_of,
     lowered_parts,
-    one_kernel_each,
 )
 from .lowering import SCHEDULED_ATTR, ScheduleLeftovers, lowering_pipeline, mixed_tir_pipeline
 from .plain_schedule import PLAIN_ATTR
@@ -224,7 +224,7 @@ def build_entries(
         functions = {g: f for g, f in rest.functions_items() if isinstance(f, tirx.PrimFunc)}
         if functions:
             prim_funcs = tvm.IRModule(functions, attrs=rest.attrs)
-            library, codes = _build_tir(prim_funcs, target, compile_kernels, ahead)
+            library, codes = _build_tir(prim_funcs, target, compile_kernels, ahead, early=True)
         executable = link(builder, target, library, lowered.attrs)
     launched = launched_kernels(executable.mod)
     _refuse_host_loops(executable, launched, functions)
@@ -303,8 +303,11 @@ def _build_tir(
     target: tvm.target.Target,
     compile_kernels: bool,
     ahead: CompiledAhead | None = None,
+    early: bool = False,
 ) -> tuple[tvm.runtime.Module, list[DeviceCode]]:
-    """As `tvm.tirx.build`, with a device module per kernel."""
+    """As `tvm.tirx.build`, with a device module per kernel; with `early`, of kernels that are
+    launched early (`early_launches`).
+    """
     codes_ahead = ahead.codes if ahead else {}
     known, rest = [], {}
     for gvar, func in mod.functions_items():
@@ -316,11 +319,11 @@ def _build_tir(
     for code in known:
         host.update(code.host)
     if target.kind.name != "cuda" or not compile_kernels:
-        return _with_sources(_host_library(host, target), device), []
+        return _with_sources(_host_library(host, target), device, early), []
     units: list[CudaUnit] = []
     begun = []
     with nullcontext(ahead.compiling) if ahead else Compiling(cuda_arch(target)) as compiling:
-        for unit in chain(*(code.units for code in known), cuda_units(device)):
+        for unit in chain(*(code.units for code in known), cuda_units(device, early)):
             units.append(unit)
             begun.append(compiling.begin(unit.source))
         library = _host_library(host, target)
@@ -338,13 +341,12 @@ def _host_library(host: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.
 
 
 def _with_sources(
-    library: tvm.runtime.Module, device: Mapping[tvm.target.Target, tvm.IRModule]
+    library: tvm.runtime.Module, device: Mapping[tvm.target.Target, tvm.IRModule], early: bool
 ) -> tvm.runtime.Module:
     """The library with device modules as TVM makes them."""
-    _, _, finalize = mixed_tir_pipeline()
     for target, kernels in device.items():
-        for part in one_kernel_each(kernels):
-            library.import_module(codegen_build(finalize()(part), target))
+        for part in finalized(kernels, target, early):
+            library.import_module(codegen_build(part, target))
     return library
 
 

@@ -18,6 +18,7 @@ from tvm.tirx.build import codegen_build, split_host_device_mods
 
 from ...errors import BuildError
 from . import cubin_cache
+from .early_launches import DYNAMIC_SMEM, launched_early
 from .lowering import mixed_tir_pipeline, without_entry
 
 _DEVICE_KERNEL = 2  # tvm::CallingConv::kDeviceKernelLaunch
@@ -85,8 +86,11 @@ class KernelCode:
     units: tuple[CudaUnit, ...]
 
 
-def kernel_code(name: str, func: tirx.PrimFunc, target: tvm.target.Target) -> KernelCode:
-    """Lower one PrimFunc for CUDA; `name` is what it is called by.
+def kernel_code(
+    name: str, func: tirx.PrimFunc, target: tvm.target.Target, early: bool = False
+) -> KernelCode:
+    """Lower one PrimFunc for CUDA; `name` is what it is called by. With `early` its kernels are
+    launched early (`early_launches`).
 
     Raises
     ------
@@ -96,22 +100,32 @@ def kernel_code(name: str, func: tirx.PrimFunc, target: tvm.target.Target) -> Ke
     mod = tvm.IRModule({name: func.with_attr("global_symbol", name)})
     with target:
         host, device = lowered_parts(mod, target)
-        units = attempt(lambda _: tuple(cuda_units(device)), mod)
+        units = attempt(lambda _: tuple(cuda_units(device, early)), mod)
     return KernelCode(host, units)
 
 
-def cuda_units(device: Mapping[tvm.target.Target, tvm.IRModule]) -> Iterator[CudaUnit]:
-    """Generate the CUDA sources of lowered kernels."""
-    _, _, finalize = mixed_tir_pipeline()
+def cuda_units(
+    device: Mapping[tvm.target.Target, tvm.IRModule], early: bool = False
+) -> Iterator[CudaUnit]:
+    """Generate the CUDA sources of lowered kernels; of `early` ones as `kernel_code`."""
     for target, kernels in device.items():
-        for part in one_kernel_each(kernels):
-            final = finalize()(part)
+        for final in finalized(kernels, target, early):
             with cubin_cache.source_only():
                 source = codegen_build(final, target).inspect_source("cuda")
             empty = {
                 gvar: func.with_body(tirx.Evaluate(0)) for gvar, func in final.functions_items()
             }
             yield CudaUnit(source, tvm.IRModule(empty, attrs=final.attrs))
+
+
+def finalized(
+    kernels: tvm.IRModule, target: tvm.target.Target, early: bool
+) -> Iterator[tvm.IRModule]:
+    """Lowered kernels as TVM generates code for them, a module for each (`one_kernel_each`)."""
+    _, _, finalize = mixed_tir_pipeline()
+    for part in one_kernel_each(kernels):
+        final = finalize()(part)
+        yield launched_early(final, target) if early else final
 
 
 def lowered_parts(
@@ -173,7 +187,6 @@ def _summary(error: Exception) -> str:
 
 _LAUNCH = "call_ffi_kernel"
 _THREADS = ("threadIdx.x", "threadIdx.y", "threadIdx.z")
-_DYNAMIC_SMEM = "tirx.use_dyn_shared_memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +239,7 @@ def _source(source: str, asked: list[dict[str, int]]) -> KernelSource:
     threads = 1 if any(asked) else 0
     for axis in _THREADS:
         threads *= max((launch.get(axis, 1) for launch in asked), default=0)
-    return KernelSource(source, threads, max(launch.get(_DYNAMIC_SMEM, 0) for launch in asked))
+    return KernelSource(source, threads, max(launch.get(DYNAMIC_SMEM, 0) for launch in asked))
 
 
 def _launches(host: tvm.IRModule) -> dict[str, dict[str, int]]:

@@ -248,7 +248,7 @@ def _launched_at_once(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """A kernel whose blocks wait for each other with the mark of a cooperative launch, which the
     device refuses where not all can run at once.
     """
-    params = func.attrs.get(_LAUNCH_PARAMS) if func.attrs else None
+    params = func.attrs.get(LAUNCH_PARAMS) if func.attrs else None
     if params is None:
         return func
 
@@ -257,10 +257,10 @@ def _launched_at_once(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
     if tvm_ffi.structural_walk(func.body, [(tvm.ir.Call, visit)]) is None:
         return func
-    return func.with_attr(_LAUNCH_PARAMS, [_COOPERATIVE, *params])  # dynamic memory stays the last
+    return func.with_attr(LAUNCH_PARAMS, [COOPERATIVE, *params])  # dynamic memory stays the last
 
 
-_LAUNCH_PARAMS, _COOPERATIVE = "tirx.kernel_launch_params", "tirx.use_cooperative_launch"
+LAUNCH_PARAMS, COOPERATIVE = "tirx.kernel_launch_params", "tirx.use_cooperative_launch"
 _GRID_SYNC = tvm.ir.Op.get("tirx.cuda.grid_sync")
 
 

@@ -22,7 +22,7 @@ from ...errors import BuildError, Unsupported
 from ...ir.graph import FusionGraph, OpKind
 from ...plan.group_view import dtype_bytes
 from .launch_kernels import SYMBOL
-from .timing import L2_CLEANING_BYTES
+from .timing import L2_CLEANING_BYTES, apart
 
 if TYPE_CHECKING:
     from .launch_kernels import Key, LaunchWriter
@@ -244,15 +244,18 @@ def profile_rounds(
 
 
 def device_events(profiler: Any) -> list[tuple[str, float, float]]:
-    """Name, start and end (in microseconds) of what ran on the device, by start."""
+    """Name, start and end (in microseconds) of what ran on the device, by start, each from where
+    those before it have ended.
+    """
     events = [
         (e.name(), e.start_ns(), e.duration_ns())
         for e in profiler.profiler.kineto_results.events()
         if e.device_type().name == "CUDA"
     ]
     zero = min((start for _, start, _ in events), default=0)  # a float holds no ns since 1970
-    found = [(name, (ns - zero) / 1e3, (ns - zero + took) / 1e3) for name, ns, took in events]
-    return sorted(found, key=lambda event: event[1])
+    events.sort(key=lambda event: event[1])
+    times = apart(((ns - zero) / 1e3, (ns - zero + took) / 1e3) for _, ns, took in events)
+    return [(name, *time) for (name, _, _), time in zip(events, times, strict=True)]
 
 
 def runs_of(events: Iterable[tuple[str, float, float]]) -> list[list[Interval]]:

@@ -12,7 +12,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -245,10 +245,27 @@ def kernel_times(
     }
 
 
+def apart(kernels: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Start and end of kernels, sorted by start, each from where those before it have ended: one
+    that is launched early (`early_launches`) waits until then.
+
+    Examples
+    --------
+    >>> apart([(0, 10), (8, 14), (20, 22)])
+    [(0, 10), (10, 14), (20, 22)]
+    """
+    found, until = [], -math.inf
+    for start, end in kernels:
+        start = max(start, until)
+        until = max(start, end)
+        found.append((start, until))
+    return found
+
+
 def attribute(
     spans: Sequence[tuple[int, float, float]], kernels: Sequence[tuple[float, float]]
 ) -> dict[int, list[tuple[float, int]]]:
-    """Sum kernel times over the spans they fall into.
+    """Sum kernel times over the spans they fall into, each from where those before it have ended.
 
     Parameters
     ----------
@@ -262,7 +279,7 @@ def attribute(
     dict[int, list[tuple[float, int]]]
         Per label and span the summed time and the number of kernels.
     """
-    ordered = sorted(kernels)
+    ordered = apart(sorted(kernels))
     found: dict[int, list[tuple[float, int]]] = {}
     position = 0
     for label, start, end in sorted(spans, key=lambda span: span[1]):
