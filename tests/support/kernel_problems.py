@@ -178,7 +178,10 @@ def scan(rng: random.Random) -> Made:
     """Work between two scans along one axis, or one alone; halves are scanned in float32."""
     shape, dtype = _shape(rng, (1, 2, 3)), rng.choice((*DTYPES, "int32", "int8"))
     axis, exclusive = rng.randrange(len(shape)), rng.random() < 0.3
-    kind = SCANS["relax.cumsum"]
+    names = ["relax.cumsum"] if exclusive else ["relax.cumsum", "relax.cummax", "relax.cummin"]
+    if not (exclusive or dtype.startswith("int")):
+        names.append("relax.logcumsumexp")
+    kind = SCANS[rng.choice(names)]
 
     def along(bb: Any, x: Any) -> Any:
         return bb.emit(bb.call_te(lambda x: scanned(x, axis, kind, exclusive), x))

@@ -127,7 +127,8 @@ class Cells:
                 if item.var in self.loads and item.var not in self._vectors():
                     offset = self.scopes[place.scope].row(item.offset)
                     at = substitute(offset, {self.program.column_var: place.column})
-                    at = at + place.column if isinstance(item, Tile) else at
+                    if isinstance(item, Tile):
+                        at = at + convert(place.column, dtype_of(at))
                     value = self.frame.buffers[item.param][at]
                     T.buffer_store(self.ahead[item.var], value, [n])
 
