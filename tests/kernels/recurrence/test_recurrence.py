@@ -15,6 +15,7 @@ from tvm_fusion.kernels.recurrence.kept import KeptConfig, emit_kept, kept_confi
 from tvm_fusion.kernels.recurrence.kernel import WRITER
 from tvm_fusion.kernels.recurrence.problem import read_recurrence
 from tvm_fusion.kernels.recurrence.spread import SpreadConfig, emit_spread, spread_configs
+from tvm_fusion.kernels.recurrence.spread_floats import FloatsConfig, emit_floats, floats_configs
 
 from ...support.cuda_on_cpu import lower, run_cuda_on_cpu
 from ...support.kernel_cases import numpy_dtype
@@ -128,6 +129,20 @@ def test_blocks_exchange_hidden_states_over_a_grid_barrier(made, sizes, options)
 
 
 @pytest.mark.parametrize(
+    ("made", "sizes", "config"),
+    [
+        (Recurrence(Cell.LSTM, 3, 3, 64, "float32", False), {}, None),
+        (Recurrence(Cell.GRU, STEPS, BATCH, 32, "float32", True), {"steps": 2, "batch": 9}, None),
+        (Recurrence(Cell.LSTM, 2, 9, 32, "float32", False), {}, FloatsConfig(16, 4)),
+    ],
+    ids=["lstm", "gru", "two gates a lane"],
+)
+def test_float32_is_spread_without_tensor_cores(made, sizes, config):
+    config = config or floats_configs(made, H200)[0]
+    check(made, emit_floats(made, H200, config), sizes)
+
+
+@pytest.mark.parametrize(
     ("made", "sizes", "blocks"),
     [
         (Recurrence(Cell.LSTM, 3, 3, 64, "float16", False), {}, 1),
@@ -151,6 +166,8 @@ def test_small_recurrences_are_kept_and_large_ones_spread():
     assert form(Cell.GRU, 256) == KeptConfig(4)
     assert isinstance(form(Cell.LSTM, 512), SpreadConfig)
     assert isinstance(form(Cell.LSTM, 50), AloneConfig)
+    with pytest.raises(Unsupported, match="do not fit in 132"):
+        floats_configs(Recurrence(Cell.LSTM, 3, 4, 2048, "float32", False), H200)
     with pytest.raises(Unsupported, match="256 registers of weights"):
         kept_configs(Recurrence(Cell.LSTM, 3, 4, 512, "float16", False), H200)
 

@@ -19,10 +19,13 @@ from .form import Recurrence
 from .kept import KeptConfig, emit_kept, kept_configs
 from .problem import read_recurrence
 from .spread import COLUMNS, SpreadConfig, emit_spread, spread_configs
+from .spread_floats import FloatsConfig, emit_floats, floats_configs
 
 BARRIER_S = 2e-6
 """Of a step that all blocks wait for, float16 on an H200: 1.6 to 2.5 us for up to 32 sequences and
 512 units, 3.1 for 1024, where weights count (6.3 for an LSTM of 2048)."""
+FLOATS_S = 4e-6
+"""Of such a step in float32. A guess: not timed."""
 KEPT_S = 0.6e-6
 """Of a step within a block that keeps its weights. A guess: not timed."""
 ALONE_S = 1e-6
@@ -40,6 +43,14 @@ def _spread(made: Recurrence, hw: HardwareProfile, policy: Policy) -> Ranked:
     return [
         (math.ceil(_sequences(made) / config.sequences) * BARRIER_S, config)
         for config in spread_configs(made, hw)
+    ]
+
+
+def _floats(made: Recurrence, hw: HardwareProfile, policy: Policy) -> Ranked:
+    """As `_spread`."""
+    return [
+        (math.ceil(_sequences(made) / config.sequences) * FLOATS_S, config)
+        for config in floats_configs(made, hw)
     ]
 
 
@@ -67,6 +78,7 @@ WRITER = Writer(
     (
         Form("kept by a block or a cluster", KeptConfig, _kept, emit_kept),
         Form("spread over all multiprocessors", SpreadConfig, _spread, emit_spread),
+        Form("spread in float32", FloatsConfig, _floats, emit_floats),
         Form("a block a sequence", AloneConfig, _alone, emit_alone),
     ),
 )

@@ -78,7 +78,7 @@ class SpreadConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
+class Sizes:
     """What follows of both: blocks, tiles of gates, chunks of terms of a warp, and bytes."""
 
     made: Recurrence
@@ -116,8 +116,13 @@ class _Sizes:
         return max(0, self.parts - self.config.kept) * WORDS * self.config.threads
 
     @property
+    def lines(self) -> int:
+        """Gates of a slot of sums."""
+        return self.tiles * ROWS
+
+    @property
     def sums(self) -> int:
-        return self.config.slots * self.tiles * ROWS * self.pitch
+        return self.config.slots * self.lines * self.pitch
 
     @property
     def smem_bytes(self) -> int:
@@ -151,18 +156,18 @@ def spread_configs(made: Recurrence, hw: HardwareProfile) -> list[SpreadConfig]:
     sequences = min(MOST_SEQUENCES, -(-batch // COLUMNS) * COLUMNS)
     for folds in (False, True) if warps % 2 == 0 else (False,):
         config = SpreadConfig(8 * each, warps, sequences, 0, folds)
-        kept = min(_Sizes(made, config).parts, KEPT_WORDS // WORDS)
+        kept = min(Sizes(made, config).parts, KEPT_WORDS // WORDS)
         config = SpreadConfig(8 * each, warps, sequences, kept, folds)
-        if _Sizes(made, config).smem_bytes <= hw.smem_per_block_bytes:
+        if Sizes(made, config).smem_bytes <= hw.smem_per_block_bytes:
             return [config]
     raise Unsupported(f"weights of {made.units} units do not fit in {hw.num_sms} multiprocessors")
 
 
 def emit_spread(made: Recurrence, hw: HardwareProfile, config: SpreadConfig) -> tirx.PrimFunc:
     """The kernel."""
-    sizes = _Sizes(made, config)
+    sizes = Sizes(made, config)
     with recurrence_kernel(made, sizes.blocks, config.threads) as frame:
-        _Spread(made, config, sizes, frame).emit()
+        Spread(made, config, sizes, frame).emit()
     return frame.func.with_attr(COOPERATIVE_ATTR, True)
 
 
@@ -174,18 +179,27 @@ def copy_fresh(target: Expr, source: Expr) -> None:
     T.evaluate(device_call("void", "load16_fresh", "void* d, const void* s", body, target, source))
 
 
-class _Spread:
+class Spread:
     """Emits the body of a kernel."""
 
-    def __init__(self, made: Recurrence, config: SpreadConfig, sizes: _Sizes, frame: Frame) -> None:
+    def __init__(self, made: Recurrence, config: SpreadConfig, sizes: Sizes, frame: Frame) -> None:
         self.made, self.config, self.sizes, self.frame = made, config, sizes, frame
         thread = frame.thread
         self.warp, lane = (T.Bind(f(thread, WARP)) for f in (T.truncdiv, T.truncmod))
         self.lane = lane
         self.group, self.quad = (T.Bind(f(lane, 4)) for f in (T.truncdiv, T.truncmod))
         self.first = T.Bind(convert(frame.block, "int64") * index(config.units))
+        self._allocate()
+        self.items = -(-config.units * config.sequences // config.threads)
+        self.hidden = T.alloc_local((self.items,), "float32")
+        self.memory = T.alloc_local((self.items,), "float32") if made.cell.has_memory else None
+        self.given = T.alloc_local((self.items * made.cell.gates,), made.dtype)
+
+    def _allocate(self) -> None:
+        sizes, config = self.sizes, self.config
+        self.tiles_n = config.sequences // COLUMNS
         self.kept = T.alloc_local((max(1, config.kept) * WORDS,), "uint32")
-        self.sums = T.alloc_local((sizes.tiles * (config.sequences // COLUMNS) * 4,), "float32")
+        self.sums = T.alloc_local((sizes.tiles * self.tiles_n * 4,), "float32")
         pool = shared_pool()
         self.weights = (
             pool.alloc((sizes.weight_words,), "uint32", align=16, layout=None)
@@ -194,11 +208,6 @@ class _Spread:
         )
         self.partial = pool.alloc((sizes.sums,), "float32", align=16, layout=None)
         pool.commit()
-        self.items = -(-config.units * config.sequences // config.threads)
-        self.hidden = T.alloc_local((self.items,), "float32")
-        self.memory = T.alloc_local((self.items,), "float32") if made.cell.has_memory else None
-        self.given = T.alloc_local((self.items * made.cell.gates,), made.dtype)
-        self.tiles_n = config.sequences // COLUMNS
 
     def emit(self) -> None:
         """The whole kernel."""
@@ -365,7 +374,7 @@ class _Spread:
 
     def _each_sum(self, slot: Expr, value_of: Callable[[Expr, Expr], Expr]) -> None:
         """Stores each sum of the thread in a slot."""
-        pitch, gates = self.sizes.pitch, self.sizes.tiles * ROWS
+        pitch, gates = self.sizes.pitch, self.sizes.lines
         start = T.Bind((slot * gates + self.group) * pitch + self.quad * 2)
         for tile in range(self.sizes.tiles):
             for n in range(self.tiles_n):
@@ -384,7 +393,7 @@ class _Spread:
             for gate in range(made.cell.gates):
                 line = own + gate * self.config.units
                 places = [
-                    (line + slot * sizes.tiles * ROWS) * sizes.pitch + sequence
+                    (line + slot * sizes.lines) * sizes.pitch + sequence
                     for slot in range(self.config.slots)
                 ]
                 total = self.partial[places[0]]
