@@ -132,9 +132,11 @@ class Place:
     @classmethod
     def of(cls, graph: fx.GraphModule, inputs: Sequence[Any]) -> "Place | None":
         """The place of a graph of Dynamo; None where nothing of it is kept."""
-        if os.environ.get(VARIABLE) == "0" or _is_watched() or are_gathered(graph):
+        if os.environ.get(VARIABLE) == "0" or are_gathered(graph):
             return None
         try:
+            if _is_watched():
+                return None
             laid = list(map(_input, inputs))
             memory = [value.untyped_storage().data_ptr() for value in inputs]
             shared = [memory.index(address) for address in memory]
@@ -159,12 +161,10 @@ class Place:
 
     def traced(self, metadata: ViewAndMutationMeta | None, guards: Sequence[Any]) -> None:
         """Note what AOTAutograd found out of the graph, and the guards that it asks for."""
-        if metadata is None or guards or not _needs_nothing(metadata):
-            return
-        if self.shares and metadata.mutated_graph_handled_indices:
-            return
-        kinds = ((i, one.output_type, one.base_idx) for i, one in enumerate(metadata.output_info))
-        self.returned = tuple((i, base) for i, kind, base in kinds if kind is OutputType.is_input)
+        try:
+            self.returned = _returned(metadata, self.shares) if metadata and not guards else None
+        except AttributeError as error:  # what another version of torch does not have
+            _log.info("the graph is not kept: %s", error)
 
     def keep(self, graph: fx.GraphModule, cut: Partition, static: frozenset[int]) -> None:
         """Write a graph and its parts; what cannot be written is left, and logged."""
@@ -184,15 +184,23 @@ class Place:
         _forget_old(self.path.parent)
 
 
-def _needs_nothing(found: ViewAndMutationMeta) -> bool:
-    """Whether calls take what the graph does, and give that, or inputs as they are."""
-    writes = found.mutated_inp_runtime_indices or any(
-        one.mutates_metadata or one.mutates_storage_metadata for one in found.input_info
-    )
-    plain_kinds = (OutputType.non_alias, OutputType.is_input)
-    own = all(one.output_type in plain_kinds for one in found.output_info)
+def _returned(found: ViewAndMutationMeta, shares: bool) -> tuple[tuple[int, int], ...] | None:
+    """The results that are inputs, and which; None where AOTAutograd does more around a graph whose
+    inputs share memory or do not.
+    """
+    changed = any(one.mutates_metadata or one.mutates_storage_metadata for one in found.input_info)
     others = found.num_intermediate_bases or found.tokens or found.is_rng_op_functionalized
-    return own and not (writes or others)
+    if found.mutated_inp_runtime_indices or changed or others:
+        return None
+    if shares and found.mutated_graph_handled_indices:
+        return None
+    returned = []
+    for number, one in enumerate(found.output_info):
+        if one.output_type is OutputType.is_input:
+            returned.append((number, one.base_idx))
+        elif one.output_type is not OutputType.non_alias:
+            return None
+    return tuple(returned)
 
 
 def _is_watched() -> bool:
