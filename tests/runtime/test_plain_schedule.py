@@ -181,7 +181,6 @@ PROGRAMS = {
     "adaptive_avg_pool1d": (lambda x: F.adaptive_avg_pool1d(x, 4), (X[0],), PER_ELEMENT),
     "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (3, 5)), (X,), PER_ELEMENT),
     "scatter": (lambda x, i, v: x.scatter(0, i, v), (torch.randn(7, 5), AT, VALUES), OWN_THREADS),
-    "logcumsumexp": (lambda x: torch.logcumsumexp(x, 2), (X,), PER_ELEMENT),
     "bucketize": (
         lambda limits, x: torch.bucketize(x, limits),
         (torch.arange(9.0), torch.randn(20) * 5),
