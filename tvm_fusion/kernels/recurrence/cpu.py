@@ -1,5 +1,5 @@
-"""A recurrence on a CPU, in float32: a vector of units at a time, the gates of several sequences in
-registers.
+"""A recurrence on a CPU, computed in float32: a vector of units at a time, the gates of several
+sequences in registers.
 
     for each step:
         for each vector of units u:                         on all cores, where a step is much work
@@ -29,18 +29,19 @@ from ...errors import Unsupported
 from ..cpu.contraction.panels import Panels, constants_of
 from ..cpu.loops import seq
 from ..cpu.machine import PRODUCT_WORK, Machine
-from ..cpu.math import lower_call
+from ..cpu.math import bfloat16_to_float32, lower_call, round_to_bfloat16
 from ..cpu.nests.scope import allocate, new_buffer
 from ..cpu.stages.rewrite import rebuild
 from ..cpu.write import finished
-from ..program.expr import constant
+from ..program.expr import HALF_DTYPES, constant, convert, dtype_of
 from .cell import step
 from .form import Recurrence, index
 
-DTYPE = "float32"
+DTYPE = "float32"  # in which is computed
+DTYPES = (DTYPE, *HALF_DTYPES)
 SPARE_REGISTERS = 6  # for weights and hidden states beside the sums
 
-NAMES = 7
+NAMES = 8
 """Values that a cell gives names. They are vectors in memory to TVM, in registers to LLVM: TVM's
 passes put the values of variables into each other, and took 6 s for an LSTM."""
 
@@ -75,9 +76,9 @@ def cpu_config(made: Recurrence, machine: Machine) -> CpuConfig:
     Raises
     ------
     Unsupported
-        For other types than float32.
+        For other types than float32 and halves.
     """
-    if made.dtype != DTYPE:
+    if made.dtype not in DTYPES:
         raise Unsupported(f"vectors of {made.dtype}")
     lanes = machine.lanes(4)
     while made.units % lanes:
@@ -124,18 +125,18 @@ def write_on_cpu(func: tirx.PrimFunc, made: Recurrence, machine: Machine) -> tir
     given = dict(zip(made.shapes(), func.params, strict=True))
     how = Panels((), (1,), (0,), config.lanes)
     shape = [index(n) for n in how.shape((made.columns, made.units))]
-    panels = new_buffer("panels", shape, DTYPE)
     is_constant = any(given["w"].same_as(c) for c in constants_of(func))
+    panels = new_buffer("panels", shape, made.dtype if is_constant else DTYPE)
     loops = _Loops(made, config, given, panels)
-    body = seq(allocate(loops.hidden), loops.statements(None if is_constant else given["w"]))
-    if not is_constant:
-        body = seq(allocate(panels), body)
+    body = loops.statements(None if is_constant else given["w"])
+    own = [*loops.own, *(() if is_constant else (panels,))]
+    body = seq(*map(allocate, own), body)
     return finished(func.with_body(body), {given["w"]: (panels, how)} if is_constant else {})
 
 
 class _Loops:
-    """Emits the loops of a kernel. The memory is carried along in its result; hidden states of a
-    step and of the next one take turns.
+    """Emits the loops of a kernel. The memory is carried along in its result, or, where that is of
+    halves, beside it; hidden states of a step and of the next one take turns.
     """
 
     def __init__(
@@ -145,6 +146,11 @@ class _Loops:
         self.batch, self.steps = index(made.batch), index(made.steps)
         shape = [index(2), self.batch, index(made.units)]
         self.hidden = new_buffer("hidden", shape, DTYPE)
+        self.own = [self.hidden]
+        self.memory = given.get("c")
+        if made.cell.has_memory and made.dtype != DTYPE:
+            self.memory = new_buffer("memory", shape[1:], DTYPE)
+            self.own.append(self.memory)
 
     def statements(self, weights: Var | None) -> tirx.Stmt:
         """All of them; with `weights`, these are packed first."""
@@ -168,7 +174,8 @@ class _Loops:
             T.serial(index(0), index(terms)) as k,
             T.serial(index(0), index(lanes)) as lane,
         ):
-            T.buffer_store(self.panels, weights[p * index(lanes) + lane, k], [p, k, lane])
+            value = _wide(weights[p * index(lanes) + lane, k])
+            T.buffer_store(self.panels, value, [p, k, lane])
 
     # ---- sequences
 
@@ -196,14 +203,18 @@ class _Loops:
 
     def _states(self, first: Expr, rows: Expr) -> None:
         with self._each_unit(first, rows) as (b, j):
-            T.buffer_store(self.hidden, self.given["h0"][b, j], [index(0), b, j])
-            if self.made.cell.has_memory:
-                T.buffer_store(self.given["c"], self.given["c0"][b, j], [b, j])
+            T.buffer_store(self.hidden, _wide(self.given["h0"][b, j]), [index(0), b, j])
+            if self.memory is not None:
+                T.buffer_store(self.memory, _wide(self.given["c0"][b, j]), [b, j])
 
     def _results(self, first: Expr, rows: Expr) -> None:
         last = tirx.FloorMod(self.steps, index(2))
         with self._each_unit(first, rows) as (b, j):
-            T.buffer_store(self.given["h"], self.hidden[last, b, j], [b, j])
+            hidden = convert(self.hidden[last, b, j], self.made.dtype)
+            T.buffer_store(self.given["h"], hidden, [b, j])
+            if self.memory is not None and self.made.dtype != DTYPE:
+                memory = convert(_rounded(self.memory[b, j], self.made.dtype), self.made.dtype)
+                T.buffer_store(self.given["c"], memory, [b, j])
 
     @contextmanager
     def _each_unit(self, first: Expr, rows: Expr) -> Iterator[tuple[Expr, Expr]]:
@@ -244,7 +255,7 @@ class _Loops:
                 for row, total in enumerate(line):
                     with T.vectorized(index(0), index(lanes)) as lane:
                         hidden = self.hidden[now, first + index(row), k]
-                        value = total[lane] + self.panels[panel, k, lane] * hidden
+                        value = total[lane] + _wide(self.panels[panel, k, lane]) * hidden
                         T.buffer_store(total, value, [lane])
         kept = T.alloc_buffer([gates, rows, lanes], DTYPE, scope="global")
         for gate, line in enumerate(sums):
@@ -276,21 +287,35 @@ class _Loops:
         places = (unit + index(gate * made.units) for gate in range(made.cell.gates))
         found, memory = step(
             made.cell,
-            [given["x"][time, row, place] for place in places],
+            [_wide(given["x"][time, row, place]) for place in places],
             sums,
-            given["bias"][unit] if made.cell.has_bias else None,
+            _wide(given["bias"][unit]) if made.cell.has_bias else None,
             self.hidden[now, row, unit],
-            given["c"][row, unit] if made.cell.has_memory else None,
+            None if self.memory is None else self.memory[row, unit],
             bind,
         )
+        found = _rounded(found, made.dtype)
+        found = found if made.dtype == DTYPE else bind(found)
         T.buffer_store(self.hidden, found, [index(1) - now, row, unit])
-        T.buffer_store(given["y"], found, [time, row, unit])
+        T.buffer_store(given["y"], convert(found, made.dtype), [time, row, unit])
         if memory is not None:
-            T.buffer_store(given["c"], memory, [row, unit])
+            T.buffer_store(self.memory, memory, [row, unit])
 
 
 def _vector(lanes: int) -> Var:
     return T.alloc_buffer([lanes], DTYPE, scope="global")
+
+
+def _wide(x: Expr) -> Expr:
+    """A number as float32."""
+    return bfloat16_to_float32(x) if dtype_of(x) == "bfloat16" else convert(x, DTYPE)
+
+
+def _rounded(x: Expr, dtype: str) -> Expr:
+    """The number of a type nearest to a float32 in memory, as float32."""
+    if dtype == "bfloat16":
+        return round_to_bfloat16(x)
+    return convert(convert(x, dtype), DTYPE)
 
 
 def _lowered(expr: Expr) -> Expr:
