@@ -144,19 +144,25 @@ def write_kernels(
         functions[gvar] = kernel
     for gvar, func in mod.functions_items():
         if gvar.name_hint not in classes and isinstance(func, tirx.PrimFunc):
-            func = mark_constants(func, constants.get(gvar.name_hint, ()))
-            functions[gvar] = _of_recurrence(gvar.name_hint, func, hw, policy)
+            known = constants.get(gvar.name_hint, ())
+            functions[gvar] = _of_recurrence(gvar.name_hint, func, known, hw, policy)
     return Written(with_functions(mod, functions), failures)
 
 
 def _of_recurrence(
-    symbol: str, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
+    symbol: str,
+    func: tirx.PrimFunc,
+    constants: tuple[int, ...],
+    hw: HardwareProfile,
+    policy: Policy,
 ) -> tirx.PrimFunc:
     """The kernel of a function that nothing fuses with, if that is a recurrence; else itself."""
-    if func.attrs and "tirx.is_scheduled" in func.attrs:
+    target = func.attrs.get("target") if func.attrs else None
+    elsewhere = target is not None and target.kind.name != hw.kind
+    if elsewhere or (func.attrs and "tirx.is_scheduled" in func.attrs):
         return func
     try:
-        kernel = recurrence.kernel_of(func, hw, policy)
+        kernel = recurrence.kernel_of(mark_constants(func, constants), hw, policy)
     except Unsupported as why:
         logger.info("%s stays as it is: %s", symbol, why)
         return func
