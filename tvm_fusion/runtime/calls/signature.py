@@ -14,6 +14,7 @@ from ...host import threads as _threads
 from ...host.team import install
 from ...transform.layouts.memory_formats import MemoryFormats, channels_first
 from ...transform.layouts.orders import ordered
+from .sidecar import without_lines
 
 # Functions of built modules, ready to be called from any thread: on a CPU their parallel loops run
 # on the threads that `host.threads` and `host.team` say.
@@ -56,7 +57,8 @@ def _with_weights(name: str) -> str:
 def load_library(path: str | Path) -> tvm.runtime.Module:
     """Load a shared library of kernels, or of an executable."""
     install()
-    return tvm.runtime.load_module(str(path))
+    with without_lines(containing="Warning: Scope Loaded:"):  # one for each constant, as saved
+        return tvm.runtime.load_module(str(path))
 
 
 def function_of(owner: Any, name: str, device: tvm.runtime.Device) -> Callable[..., Any]:
