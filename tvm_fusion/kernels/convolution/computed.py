@@ -11,7 +11,7 @@ boxes that hold what all taps read, for each box it lies in and each tile of fil
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...config import HardwareProfile
@@ -100,24 +100,31 @@ def computes_data(
     if not all(map(_is_elementwise, front_of(group, data))):
         return False
     channels, sliding = data.index[-1].axes, _sliding(block, data)
-    matrices, by_image, dtypes = set(), False, set()
-    found = list(_tensors_of(group, data))
-    for tensor, axes in found:
-        moved = frozenset().union(*axes)
-        by_image |= not moved & sliding and not moved <= channels
-        if tensor in group.writer_of:
-            continue
-        dtypes.add(group.graph.tensors[tensor].dtype)
-        if moved & sliding:
-            matrices.add(tensor)
-            if not axes or not axes[-1] or not axes[-1] <= channels:
-                return False
-    # Numbers of an image are read where they are known: computed here they were for each element.
-    known = all(frozenset().union(*axes) & sliding for t, axes in found if t in group.writer_of)
-    if by_image and not (known and _shares_boxes(block, data)):
+    found = [(tensor, axes, _moved(axes)) for tensor, axes in _tensors_of(group, data)]
+    if _reads_images(group, block, data):
+        # Their numbers are read where they are known: computed here they were for each element.
+        known = all(moved & sliding for tensor, _, moved in found if tensor in group.writer_of)
+        if not (known and _shares_boxes(block, data)):
+            return False
+    read = [each for each in found if each[0] not in group.writer_of]
+    matrices = {tensor: axes[-1] for tensor, axes, moved in read if moved & sliding}
+    if len(matrices) != 1:
         return False
-    same = all(group.graph.tensors[t].dtype == sizes.dtype for t in matrices)
-    return len(matrices) == 1 and same and dtypes <= {sizes.dtype, "float32"}
+    ((matrix, inner),) = matrices.items()
+    dtypes = {group.graph.tensors[tensor].dtype for tensor, *_ in read}
+    same = group.graph.tensors[matrix].dtype == sizes.dtype
+    return bool(inner) and inner <= channels and same and dtypes <= {sizes.dtype, "float32"}
+
+
+def _moved(axes: Sequence[frozenset[int]]) -> frozenset[int]:
+    return frozenset().union(*axes)
+
+
+def _reads_images(group: GroupView, block: Block, data: Access) -> bool:
+    """Whether data is computed of numbers that differ between images, not between positions."""
+    channels, sliding = data.index[-1].axes, _sliding(block, data)
+    found = (_moved(axes) for _, axes in _tensors_of(group, data))
+    return any(not moved & sliding and not moved <= channels for moved in found)
 
 
 def _sliding(block: Block, data: Access) -> frozenset[int]:
@@ -143,8 +150,12 @@ def _tensors_of(group: GroupView, data: Access) -> Iterator[Read]:
     others together.
     """
     waiting: list[Read] = [(data.tensor, [index.axes for index in data.index])]
+    known = set()
     while waiting:
         tensor, axes = waiting.pop()
+        if (tensor, *axes) in known:
+            continue
+        known.add((tensor, *axes))
         yield tensor, axes
         block = group.writer_of.get(tensor)
         if block is None:
@@ -211,9 +222,7 @@ def ways_to_compute(
         return -(-parts // (CONSUMERS * hw.num_sms)) * rows * row
 
     found = []
-    channels, sliding = data.index[-1].axes, _sliding(block, data)
-    moved = [frozenset().union(*axes) for _, axes in _tensors_of(group, data)]
-    by_image = any(not axes & sliding and axes - channels for axes in moved)
+    by_image = _reads_images(group, block, data)
     if not by_image:
         found.append(Way(seconds(-(-sizes.positions // ROWS), ROWS * sizes.taps)))
     if _shares_boxes(block, data) and (shared := _box_with_rim(block, data, by_image)) is not None:

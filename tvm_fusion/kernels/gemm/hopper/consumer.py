@@ -292,13 +292,8 @@ class Consumer:
         wgmmas of its last taps the next step's box is computed, that of the next tile behind the
         last step.
         """
-        kernel, plan, ring, data, computes = (
-            self.kernel,
-            self.plan,
-            self.ring,
-            self.data,
-            self.in_place,
-        )
+        kernel, plan, ring = self.kernel, self.plan, self.ring
+        data, computes = self.data, self.in_place
         last = tirx.EQ(step + T.int32(1), self.steps)
         more = T.Bind(tirx.Or(step + 1 < self.steps, turn + 1 < kernel.turns))
         with T.If(tirx.And(last, more)), T.Then():

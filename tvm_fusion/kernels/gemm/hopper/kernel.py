@@ -6,8 +6,8 @@
 Blocks stay and take every (number of blocks)-th tile, so the producer runs ahead into the next tile
 while an epilogue works. The blocks of a cluster may share a tile's terms (`split`) or the tiles of
 B (`multicast`). The parts: `problem` (what the TMA can address), `config`,
-`plan`, `consumer` (with the sums of split terms), `prologue` and `fragments` (what is computed of
-A), `epilogue`.
+`plan`, `consumer` (with the sums of split terms), `prologue`, `fragments` and `in_place` (what is
+computed of A), `epilogue`.
 """
 
 from __future__ import annotations
