@@ -87,23 +87,38 @@ def test_what_is_measured_beside_other_programs_is_neither_used_nor_kept(
     assert host.calibration_file().exists()
 
 
-def test_a_step_that_others_disturb_is_repeated_while_there_is_time(monkeypatch):
-    now, taken = 0.0, []
-    trials = iter([trial({"a": 1}, 0.3), trial({"a": 2}, 0.01), *[trial({"b": 3}, 0.4)] * 9])
+@pytest.fixture
+def steps(monkeypatch):
+    """Two steps of half a second, whose trials are given; the steps that were run."""
+    now, taken, trials = 0.0, [], []
 
     def timed(measure, bench):
         nonlocal now
         now += 0.5
         taken.append(measure)
-        return next(trials)
+        return trials.pop(0)
 
     monkeypatch.setattr(cpu_quick, "STEPS", ("first", "second"))
     monkeypatch.setattr(host, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(host, "_trial", timed)
+    return trials, taken
+
+
+def test_a_step_that_others_disturb_is_repeated_while_there_is_time(steps):
+    trials, taken = steps
+    trials += [trial({"a": 1}, 0.3), trial({"a": 2}, 0.01), *[trial({"b": 3}, 0.2)] * 9]
     found = host._measured(SHIPPED, 3.0)
     assert found.values == {"a": 2, "b": 3}
-    assert found.waiting == pytest.approx((0.01 + 0.4) / 2)
+    assert found.waiting == pytest.approx((0.01 + 0.2) / 2)
     assert taken == ["first"] * 2 + ["second"] * 4
+
+
+def test_what_others_disturb_beyond_hope_ends_with_its_step(steps):
+    trials, taken = steps
+    trials += [trial({"a": 1}, 0.4)] * 9
+    with pytest.raises(host.DisturbedError, match="40%"):
+        host._measured(SHIPPED, 3.0)
+    assert taken == ["first"] * 3
 
 
 def test_time_on_cores_is_that_of_all_threads(tmp_path, monkeypatch):

@@ -85,6 +85,9 @@ LEAST_THREAD_GAIN = 1.05
 MOST_WAITING = 0.05
 """Share of a measurement for which its threads may wait for a core: below 0.015 at rest, once
 0.049; beside one or two busy loops 0.06 to 0.4 (2 cores of a Zen 4)."""
+HOPELESS = 5 * MOST_WAITING
+"""Where the best trial of one of the five steps waited for more, all of them together do for too
+much even if nothing disturbs the others: they are not run."""
 FORMAT = 1
 _log = logging.getLogger(__name__)
 
@@ -227,13 +230,16 @@ def calibrated(base: HardwareProfile, budget_s: float = BUDGET_S) -> Calibration
     spent = budget_s - (deadline - time.perf_counter())
     if asked_threads() is None and most > threads and 2 * spent < budget_s:
         use_calibrated_threads(most)
-        more = _measured(base, deadline)
-        if _gain(found.values, more.values) > LEAST_THREAD_GAIN:
+        try:
+            more = _measured(base, deadline)
+        except DisturbedError:  # on so many; the others were measured
+            more = None
+        if more is not None and _gain(found.values, more.values) > LEAST_THREAD_GAIN:
             found, threads = more, most
         else:
             use_calibrated_threads(None)
     if found.waiting > MOST_WAITING:
-        raise DisturbedError(f"other programs took its cores for {found.waiting:.0%} of the time")
+        raise _disturbed(found)
     return Calibration(cpu_name(), threads, datetime.date.today().isoformat(), found.values)
 
 
@@ -243,6 +249,10 @@ def _gain(before: Mapping[str, float], after: Mapping[str, float]) -> float:
     if not rates:
         return 0.0
     return math.exp(math.fsum(math.log(after[n] / before[n]) for n in rates) / len(rates))
+
+
+def _disturbed(trial: _Trial) -> DisturbedError:
+    return DisturbedError(f"other programs took its cores for {trial.waiting:.0%} of the time")
 
 
 class _Trial(NamedTuple):
@@ -257,7 +267,7 @@ class _Trial(NamedTuple):
 
 def _measured(base: HardwareProfile, deadline: float) -> _Trial:
     """All steps, the most important first; a benchmark that fails and one that is not reached leave
-    the shipped value as it is.
+    the shipped value as it is. Raises DisturbedError as soon as nothing can come of them.
     """
     from . import quick as cpu_quick
     from .bench import CpuBench
@@ -273,6 +283,9 @@ def _measured(base: HardwareProfile, deadline: float) -> _Trial:
             trials.append(_least_waiting(measure, bench, left_s / (len(cpu_quick.STEPS) - done)))
         except Exception as error:  # a trial: recorded, and the next one is run
             _log.warning("%s is not calibrated: %s", measure.__name__, error)
+            continue
+        if trials[-1].waiting > HOPELESS:
+            raise _disturbed(trials[-1])
     seconds = sum(t.seconds for t in trials)
     waited = sum(t.seconds * t.waiting for t in trials)
     values = {name: value for t in trials for name, value in t.values.items()}
