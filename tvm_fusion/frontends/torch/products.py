@@ -4,6 +4,7 @@ What differs from TVM 0.27:
 - Products accumulate in float32 at least and give the type of their inputs (TVM leaves float32 for
   half inputs, fails at the sum with a half bias, and computes float64 in float32).
 - Embeddings and selections clip their indices (TVM reads out of bounds).
+- Norms without a scale or a shift say so (TVM multiplies by ones and adds zeros as large as a row).
 - Cross-entropy reads its reduction where PyTorch passes it, and classes from the second axis.
 """
 
@@ -312,11 +313,39 @@ def _native_group_norm(importer: Importer, node: fx.Node) -> relax.Expr:
     return relax.Tuple([result, *_moments(importer, x, [2], given["eps"], node)])
 
 
+def _layer_norm(importer: Importer, node: fx.Node) -> relax.Expr:
+    """layer_norm(input, normalized_shape, weight, bias, eps)."""
+    given = bound_arguments(node)
+    x = importer.value_of(given["input"])
+    shape = [int(n) for n in given["normalized_shape"]]
+
+    def parameter(name: str, missing: float) -> relax.Expr:
+        if given[name] is None:
+            return relax.const(np.full(shape, missing), x.ty.dtype)
+        return importer.value_of(given[name])
+
+    return importer.emit(
+        relax.op.nn.layer_norm(
+            x,
+            parameter("weight", 1.0),
+            parameter("bias", 0.0),
+            axes=list(range(-len(shape), 0)),
+            epsilon=given["eps"],
+            **_parts(given),
+        )
+    )
+
+
+def _parts(given: dict) -> dict[str, bool]:
+    """Whether a norm scales and shifts: ones and zeros in place of what is missing are read."""
+    return {"scale": given["weight"] is not None, "center": given["bias"] is not None}
+
+
 def _native_layer_norm(importer: Importer, node: fx.Node) -> relax.Expr:
     """native_layer_norm(input, normalized_shape, weight, bias, eps): (result, mean, rstd)."""
-    result = importer._native_layer_norm(node)
+    result = _layer_norm(importer, node)
     if not _moments_are_read(node):
-        return result
+        return relax.Tuple([result])
     given = bound_arguments(node)
     x = importer.value_of(given["input"])
     axes = list(range(x.ty.ndim - len(given["normalized_shape"]), x.ty.ndim))
@@ -372,6 +401,7 @@ def _normalized(importer: Importer, given: dict, groups: int) -> relax.Expr:
         channel_axis=CHANNELS,
         axes=list(range(CHANNELS + 1, like.dim())),
         epsilon=given["eps"],
+        **_parts(given),
     )
     return importer.cast(importer.emit(result), dtype)
 
@@ -400,6 +430,7 @@ def _cosine_similarity(importer: Importer, node: fx.Node) -> relax.Expr:
 _NORMS: dict[str, Converter] = {
     "group_norm.default": _group_norm,
     "native_group_norm.default": _native_group_norm,
+    "layer_norm.default": _layer_norm,
     "native_layer_norm.default": _native_layer_norm,
     "cosine_similarity.default": _cosine_similarity,
 }
