@@ -10,15 +10,19 @@ from ....config import HardwareProfile
 
 # Time of the CUDA-core GEMM, from plain numbers.
 
-# Fitted to 126 kernels of 10 float32 shapes (H200, 2026-11-20): latency of a step (`block_k` terms)
-# of a block that is alone; threads that keep a multiprocessor's multipliers busy; multiplications
-# that the read of an operand from shared memory takes the time of.
-STEP_SECONDS = 4.4e-7
-BUSY_THREADS = 160
-READ_COST = 1.26
-# A multiprocessor's time for the epilogue of 128 x 128 elements (H200, 2026-11-20, half products of
-# 16 terms: 1.5 us where it only stores, 3 us where it reads a residual, too).
-EPILOGUE_SECONDS = 2.2e-6
+# Fitted to 49 kernels of 6 float32 shapes (H200, 2026-11-27: 3752 x 5993 x 192, 504 x 2512 x 2336,
+# five of its sixths, 44 of 443 x 109 x 480, 777 x 1024 x 4096, 2048^3; the fastest of each comes
+# first, and is predicted 1 to 13 % too long): latency of a step (`block_k` terms) of a block that
+# is alone; threads that keep a multiprocessor's multipliers busy; multiplications that the read of
+# an operand from shared memory takes the time of, and those that it takes to bring one there;
+# registers of a thread beside its sums.
+STEP_SECONDS = 8.1e-8
+BUSY_THREADS = 100
+READ_COST = 1.69
+LOAD_COST = 9.0
+OTHER_REGISTERS = 40
+# A multiprocessor's time for the epilogue of 128 x 128 elements while no other block multiplies.
+EPILOGUE_SECONDS = 1.14e-5
 # Estimate: start of a kernel.
 START_SECONDS = 1.5e-6
 
@@ -34,8 +38,8 @@ def simt_seconds(
     operation_s: float = 0.0,
 ) -> float:
     """Predicted seconds of one launch: the tiles of the busiest multiprocessor, each at the rate of
-    its register tile or of its loads; at least the time of `moved_bytes` and of `operation_s`, what
-    the device needs for prologues and epilogues.
+    its register tile and of its loads; at least the time of `moved_bytes` and of `operation_s`,
+    what the device needs for prologues and epilogues.
     """
     reads = 1 / config.thread_m + 1 / config.thread_n
     tiles, steps = 0, 0
@@ -44,11 +48,15 @@ def simt_seconds(
         tiles += count
         steps += count * sum(-(-k // config.block_k) for k in depths)
     turns = rounded_waves(tiles / hw.num_sms, hw)
-    resident = min(-(-tiles // hw.num_sms), max(1, hw.max_threads_per_sm // (3 * config.threads)))
+    registers = config.threads * (config.thread_m * config.thread_n + OTHER_REGISTERS)
+    fitting = min(hw.registers_per_sm // registers, hw.max_threads_per_sm // config.threads)
+    resident = max(1, min(-(-tiles // hw.num_sms), fitting))
     busy = min(1.0, resident * config.threads / BUSY_THREADS)
-    terms = config.block_m * config.block_n * config.block_k * (1 + READ_COST * reads)
-    step = 2 * terms * hw.num_sms / hw.fma_per_s_f32 / busy + STEP_SECONDS / resident
-    epilogue = config.block_m * config.block_n / 128**2 * EPILOGUE_SECONDS
+    terms = config.block_m * config.block_n * (1 + READ_COST * reads)
+    terms += (config.block_m + config.block_n) * LOAD_COST
+    rate = hw.fma_per_s_f32 / hw.num_sms * busy
+    step = 2 * config.block_k * terms / rate + STEP_SECONDS / resident
+    epilogue = config.block_m * config.block_n / 128**2 * EPILOGUE_SECONDS / resident
     body = turns * (steps / max(1, tiles) * step + epilogue) + operation_s
     return START_SECONDS + max(body, moved_bytes / hw.hbm_bytes_per_s)
 
@@ -61,16 +69,13 @@ def rounded_waves(waves: float, hw: HardwareProfile) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SimtConfig:
-    """Tile of a block (rows, columns, terms a step) and of a thread (rows, columns); `min_blocks` a
-    multiprocessor that ptxas must leave registers for, 0: no demand.
-    """
+    """Tile of a block (rows, columns, terms a step) and of a thread (rows, columns)."""
 
     block_m: int
     block_n: int
     block_k: int
     thread_m: int
     thread_n: int
-    min_blocks: int = 0
 
     @property
     def threads(self) -> int:

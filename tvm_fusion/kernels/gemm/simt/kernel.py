@@ -19,7 +19,6 @@ from ....errors import Unsupported
 from ...contraction.model import INDEX
 from ...contraction.reader import Contraction, Operand, Product, Segment, size_of
 from ...gpu.access import AffineAccess, WindowAccess, affine_access, window_access
-from ...gpu.frame import launch_bounds
 from ...gpu.memory import shared_pool
 from ...gpu.product_frame import Frame, Tile, assumed, ceil_div, coordinates, evaluate, open_kernel
 from ...program.expr import bytes_of, conjunction, constant, convert, dtype_of, substitute
@@ -385,12 +384,8 @@ class _Kernel:
         self.patch: Expr | None = None  # shared memory in which threads exchange sums
 
     def emit(self) -> None:
-        T.device_entry()
-        with launch_bounds(self.config.min_blocks):
-            self._tiles()
-
-    def _tiles(self) -> None:
         c, tiles = self.config, self.grid.tiles
+        T.device_entry()
         block = T.cta_id([tiles if isinstance(tiles, int) else convert(tiles, "int32")])
         self.thread = T.thread_id([c.threads])
         across = c.block_n // c.thread_n
