@@ -256,9 +256,13 @@ def test_small_workloads_are_timed_by_plain_calls_and_bound_ones():
 
 def test_a_batch_is_timed_as_its_calls_back_to_back():
     calls = []
-    times = batch_times({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, 5)
+    given = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    times = batch_times(given, 2, 5)
     assert times.keys() == {"a", "b"}
     assert "".join(calls) == "aaaaabbbbb" * 3  # the first round warms up
+    calls.clear()
+    batch_times(given, 2, {"a": 1, "b": 4})
+    assert "".join(calls) == "abbbb" * 3
 
 
 def setup_of(*peers, **options):

@@ -112,9 +112,11 @@ def measure(
     result = header("", on_gpu, 0.0 if tiny else 1.0, repeats)
     result["suite"] = NAME
     result["method"] = (
-        "wall time of calls back to back, interleaved in a process for each model; ours and "
-        "inductor's with CUDA graphs" + ("" if on_gpu else " where there is a GPU")
+        "wall time of calls back to back, in batches of 30 ms each, interleaved in a process for "
+        "each model; ours and inductor's with CUDA graphs"
     )
+    if not on_gpu:
+        result["method"] += " where there is a GPU"
     with tempfile.TemporaryDirectory(prefix="tvm_fusion_models_") as folder:
         work = Work(
             "",

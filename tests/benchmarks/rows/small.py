@@ -67,21 +67,24 @@ def fill(row: dict[str, Any], setup: Setup) -> None:
 
 
 def batch_times(
-    calls: Mapping[str, Callable[[], Any]], batches: int, number: int
+    calls: Mapping[str, Callable[[], Any]], batches: int, number: int | Mapping[str, int]
 ) -> dict[str, float]:
-    """Return the median time of one of `number` calls back to back, in microseconds."""
+    """Return the median time of one of `number` calls back to back, in microseconds; of each its
+    own number where they are given by label.
+    """
     samples: dict[str, list[float]] = {label: [] for label in calls}
-    for call in calls.values():
-        for _ in range(min(WARMUP, number)):
+    numbers = dict.fromkeys(calls, number) if isinstance(number, int) else number
+    for label, call in calls.items():
+        for _ in range(min(WARMUP, numbers[label])):
             last = call()
         _wait(last)
     for _ in range(batches):
         for label, call in calls.items():
             start = time.perf_counter()
-            for _ in range(number):
+            for _ in range(numbers[label]):
                 last = call()
             _wait(last)
-            samples[label].append((time.perf_counter() - start) / number * 1e6)
+            samples[label].append((time.perf_counter() - start) / numbers[label] * 1e6)
     return {label: statistics.median(times) for label, times in samples.items()}
 
 
