@@ -50,7 +50,12 @@ def all_ours(hw: HardwareProfile) -> bool:
 
 def is_kept(hw: HardwareProfile) -> bool:
     """Whether plans, and what is compiled of them, are kept on disk."""
-    return os.environ.get(VARIABLE) != "0" and all_ours(hw) and rewrites.all_ours(hw)
+    return is_wanted() and all_ours(hw) and rewrites.all_ours(hw)
+
+
+def is_wanted() -> bool:
+    """Whether the environment lets plans be kept on disk."""
+    return os.environ.get(VARIABLE) != "0"
 
 
 def surroundings(target: tvm.target.Target, hw: HardwareProfile, policy: Policy) -> list[Any]:

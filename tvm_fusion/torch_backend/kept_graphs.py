@@ -16,7 +16,6 @@ somebody watches operators (modes of torch), changes them (`torch.library`), or 
 
 import hashlib
 import logging
-import os
 import pickle
 import platform
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from torch import fx
 from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
 
 from tvm_fusion.errors import InputError
-from tvm_fusion.flow.plan_cache import VARIABLE, package_state
+from tvm_fusion.flow.plan_cache import is_wanted, package_state
 from tvm_fusion.frontends.torch.refusals import Refused
 from tvm_fusion.host.atomic_files import replace_bytes
 from tvm_fusion.host.cache_folder import cache_dir, make_folder
@@ -132,7 +131,7 @@ class Place:
     @classmethod
     def of(cls, graph: fx.GraphModule, inputs: Sequence[Any]) -> "Place | None":
         """The place of a graph of Dynamo; None where nothing of it is kept."""
-        if os.environ.get(VARIABLE) == "0" or are_gathered(graph):
+        if not is_wanted() or are_gathered(graph):
             return None
         try:
             if _is_watched():
