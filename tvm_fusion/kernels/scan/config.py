@@ -200,10 +200,11 @@ def _across(shape: Shape, hw: HardwareProfile) -> list[ScanConfig]:
 def _walkers(shape: Shape, hw: HardwareProfile, side: int, vector: int) -> ScanConfig:
     """A block of which a multiprocessor has several, or all of one."""
     several = -(-shape.rows // (side * vector)) > hw.num_sms
-    block = BLOCK_OF_WALKERS if several else hw.max_threads_per_block
+    wide = not several and shape.point > shape.narrow  # several tensors: fewer threads, longer runs
+    block = BLOCK_OF_WALKERS if several or wide else hw.max_threads_per_block
     apart = several and vector == 1
     width = (WIDEST_ACCESS if apart else 2 * WIDEST_ACCESS) // (vector * shape.narrow)
-    width = max(1, min(width, 2 * RUN))
+    width = max(1, min(2 * width if wide else width, 2 * RUN))
     fewest = -(-WARP // side)
     threads = min(block // side, _power(-(-shape.columns // width)))
     return ScanConfig(max(fewest, threads), side, width, along=False, vector=vector)
