@@ -20,7 +20,7 @@ from ...ir.access import Access, Affine, Block
 from ...ir.extents import assumed
 from ...plan.group_view import GroupView
 from ..gemm.computed import Read
-from ..gemm.hopper.cost import CYCLES_OF_INSTRUCTION, WINDOWS, element_seconds
+from ..gemm.hopper.cost import CYCLES_OF_INSTRUCTION, element_seconds
 from ..gemm.launch import operation_seconds
 from ..group.footprint import instructions_of, points
 from ..program.expr import HALF_DTYPES
@@ -47,10 +47,12 @@ class Way:
     rims: bool = False
 
 
-SHOWN = 2.5
-"""Of the predicted seconds of computing boxes, what kernels took longer that did not compute a box
-beside the sums of the one before (11.5 us, 4.5 predicted: 320 to 320 channels, twice 64 x 64, H200,
-2026-11-27). Those that do were not measured."""
+SHOWN, SHOWN_ONCE = 1.25, 2.5
+"""Of the predicted seconds of computing boxes, what is charged beside the sums, where blocks have
+several tiles and where they have one: 0 to 1.4 and 0.7 to 2.4 showed (H200, 2026-11-27)."""
+TAP_SECONDS = 4e-7
+"""The least of a tap whose weights have a stage of their own: 0.38 and 0.45 us in tiles of 80
+filters (2 x 32 x 32 positions of 320 and of 640 channels, H200, 2026-11-27)."""
 ROWS, CONSUMERS = 64, 2
 """Positions of a warpgroup, and warpgroups that compute on a multiprocessor side by side."""
 
@@ -217,19 +219,20 @@ def ways_to_compute(
     row = STEP_CHANNELS * each * hw.num_sms * CYCLES_OF_INSTRUCTION
     row *= -(-sizes.channels // STEP_CHANNELS)
 
-    def seconds(boxes: int, rows: int) -> float:
+    def waves(boxes: int) -> int:
         parts = boxes * -(-sizes.filters // FILTERS_OF_TILE)
-        return -(-parts // (CONSUMERS * hw.num_sms)) * rows * row
+        return -(-parts // (CONSUMERS * hw.num_sms))
 
     found = []
     by_image = _reads_images(group, block, data)
     if not by_image:
-        found.append(Way(seconds(-(-sizes.positions // ROWS), ROWS * sizes.taps)))
+        found.append(Way(waves(-(-sizes.positions // ROWS)) * ROWS * sizes.taps * row))
     if _shares_boxes(block, data) and (shared := _box_with_rim(block, data, by_image)) is not None:
         boxes, rows = shared
+        shown = SHOWN if waves(boxes) > 1 else SHOWN_ONCE
         longer = max(1.0, boxes * ROWS / sizes.positions)
         steps = -(-sizes.channels // STEP_CHANNELS) * sizes.taps
-        found.append(Way(SHOWN * seconds(boxes, rows), longer, steps * WINDOWS.step_s, True))
+        found.append(Way(shown * waves(boxes) * rows * row, longer, steps * TAP_SECONDS, True))
     return found, once
 
 

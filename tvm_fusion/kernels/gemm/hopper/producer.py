@@ -13,8 +13,9 @@ from ..side_by_side import SegmentGrid
 from .model import BOX, STEP_BYTES, HopperSegment, WindowPart, Windows
 from .state import Hopper, Ring, expect, wait
 
-AHEAD_TAPS = 3
-"""Taps between the request for a box and the first one beside which it is computed."""
+AHEAD_TAPS = 1
+"""Taps before the first one beside which a box is computed, behind whose weights it is asked for:
+late, for the request waits until the step before is over, and further weights wait behind it."""
 
 
 def first_computing(taps: int) -> int:
