@@ -24,10 +24,12 @@ from .spread_floats import FloatsConfig, emit_floats, floats_configs
 BARRIER_S = 2e-6
 """Of a step that all blocks wait for, float16 on an H200: 1.6 to 2.5 us for up to 32 sequences and
 512 units, 3.1 for 1024, where weights count (6.3 for an LSTM of 2048)."""
-FLOATS_S = 4e-6
-"""Of such a step in float32. A guess: not timed."""
-KEPT_S = 0.6e-6
-"""Of a step within a block that keeps its weights. A guess: not timed."""
+FLOATS_S, FLOATS_SEQUENCE_S = 1.6e-6, 0.13e-6
+"""Of such a step in float32, and of each sequence in it: LSTMs of 128 units take 1.7 us for one
+sequence and 5.8 for 32, of 512 units 3.1 for one."""
+KEPT_S, CLUSTER_S = 0.85e-6, 1.4e-6
+"""Of a step within a block that keeps its weights, 0.7 to 0.85 us at 128 units, or a cluster, 1.2
+to 1.4 at 192 and 256, for up to 32 sequences."""
 ALONE_S = 1e-6
 ALONE_BYTES_PER_S = 35e9
 """Of a step of a block that loads its weights, on an H200: LSTMs of 128 and 512 units take 4.7 and
@@ -49,7 +51,11 @@ def _spread(made: Recurrence, hw: HardwareProfile, policy: Policy) -> Ranked:
 def _floats(made: Recurrence, hw: HardwareProfile, policy: Policy) -> Ranked:
     """As `_spread`."""
     return [
-        (math.ceil(_sequences(made) / config.sequences) * FLOATS_S, config)
+        (
+            math.ceil(_sequences(made) / config.sequences)
+            * (FLOATS_S + config.sequences * FLOATS_SEQUENCE_S),
+            config,
+        )
         for config in floats_configs(made, hw)
     ]
 
@@ -59,8 +65,7 @@ def _kept(made: Recurrence, hw: HardwareProfile, policy: Policy) -> Ranked:
     found = []
     for config in kept_configs(made, hw):
         turns = math.ceil(math.ceil(_sequences(made) / COLUMNS) * config.blocks / hw.num_sms)
-        seconds = KEPT_S + (hw.cluster_barrier_s if config.blocks > 1 else 0.0)
-        found.append((turns * seconds, config))
+        found.append((turns * (CLUSTER_S if config.blocks > 1 else KEPT_S), config))
     return found
 
 
