@@ -81,3 +81,6 @@ THIN = tuple(
         *((56, 64, 64), (14, 80, 480), (14, 480, 80, True)),
     )
 )
+
+WIDE = (Thin(56, 64, 256), Thin(56, 64, 256, True), Thin(28, 128, 512, True))
+"""Those that end blocks of ResNet-50: few terms, many columns."""

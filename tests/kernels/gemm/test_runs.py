@@ -17,6 +17,7 @@ from tvm_fusion.kernels.contraction.reader import analyze_contraction
 from tvm_fusion.kernels.convolution.geometry import read_convolution
 from tvm_fusion.kernels.convolution.runs import read_runs
 from tvm_fusion.kernels.gemm.forms import WRITER
+from tvm_fusion.kernels.gemm.hopper.config import HopperConfig
 from tvm_fusion.kernels.gemm.runs.problem import MOST_COLUMNS, MOST_TERMS, read_product
 from tvm_fusion.kernels.gemm.runs.rank import emit_product, product_ranked
 from tvm_fusion.kernels.gemm.runs.shape import RunsConfig, Shape
@@ -31,7 +32,7 @@ from ...support.cuda_on_cpu import (
     translated,
 )
 from ...support.helpers_tir import poisoned
-from ...support.thin_products import THIN, Thin
+from ...support.thin_products import THIN, WIDE, Thin
 
 A100, H200 = load_profile("nvidia_a100"), load_profile("nvidia_h200")
 POLICY = load_policy(None)
@@ -74,10 +75,16 @@ def test_thin_products_are_thought_to_be_fastest_as_runs(hw):
     assert {type(config) for config in first} == {RunsConfig}
 
 
+def test_wide_products_with_a_residual_are_not_thought_to_be_fastest_as_runs():
+    """A thread's loads of a residual meet a line of memory for each of 8 rows."""
+    first = [WRITER.ranked(analyze_contraction(t.func()), H200, POLICY)[0][1] for t in WIDE]
+    assert {type(config) for config in first} == {HopperConfig}
+
+
 def test_predicted_times_are_those_of_the_sweep():
     """Of first layers and of thin products, less two whose weights came in otherwise then."""
     rows = json.loads(SWEEP.read_text())["rows"]
-    stems, thin = SUITES["stems"](), {t.name: t for t in THIN}
+    stems, thin = SUITES["stems"](), {t.name: t for t in (*THIN, *WIDE)}
     problems, found = {}, defaultdict(list)
     for suite, name, config, us in rows:
         if (suite, name) not in problems:
