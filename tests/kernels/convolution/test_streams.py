@@ -149,6 +149,19 @@ def test_a_norm_is_applied_on_the_way_where_that_is_predicted_to_pay(channels, t
     assert len(plan.groups) == (1 if taken else 2)
 
 
+def test_a_group_norm_is_applied_through_the_reshapes_of_its_groups():
+    def emit(bb, x, gain, shift, w):
+        x = bb.emit(op.nn.group_norm(x, gain, shift, 32, 3, [1, 2]))
+        y = bb.emit(op.nn.silu(x))
+        return op.nn.conv2d(y, w, padding=1, data_layout="NHWC", kernel_layout="OHWI")
+
+    shapes = [(4, 64, 64, 64), (64,), (64,), (64, 3, 3, 64)]
+    plan = plan_of(module(emit, *((s, HALF) for s in shapes)), "nvidia_h200").plan
+    (taken,) = [group for group in plan.groups if group.kernel_class == "convolution"]
+    assert taken.terms["computed"] > 0
+    assert not any(group.kernel_class == "pointwise" for group in plan.groups)
+
+
 def test_a_box_has_one_image_where_numbers_of_an_image_are_read():
     sizes, steps, reach = (8, 1, 8), (1, 1, 1), (0, 0, 2)
     assert box_shape(sizes, steps, reach, rims=True) == (8, 1, 8)

@@ -105,7 +105,8 @@ def computes_data(
     found = [(tensor, axes, _moved(axes)) for tensor, axes in _tensors_of(group, data)]
     if _reads_images(group, block, data):
         # Their numbers are read where they are known: computed here they were for each element.
-        known = all(moved & sliding for tensor, _, moved in found if tensor in group.writer_of)
+        computed = [moved for tensor, _, moved in found if tensor in group.writer_of]
+        known = all(moved & sliding or moved <= channels for moved in computed)
         if not (known and _shares_boxes(block, data)):
             return False
     read = [each for each in found if each[0] not in group.writer_of]
