@@ -8,30 +8,22 @@ windows that lie beside each other. Results hold NaN before the checked run; tim
 the sum of a call's kernels (CUPTI), interleaved, the L2 cleaned before each call.
 """
 
-import argparse
-import copy
-import datetime
 import itertools
-import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tvm_fusion
-from tvm_fusion.frontends.memory_formats import FORMATS
+from tests.gpu.inside_or_apart import command
 from tvm_fusion.kernels.convolution import kernel_class
 from tvm_fusion.kernels.gemm.partials import row_runs
 from tvm_fusion.plan import structure
-from tvm_fusion.runtime.timing.timing import time_modules
 
-TOLERANCE = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
 CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 POOLS = {
     "max": {3: F.max_pool1d, 4: F.max_pool2d, 5: F.max_pool3d},
@@ -105,9 +97,9 @@ def cases() -> dict[str, tuple]:
     }
 
 
-def compiled(module: nn.Module, inputs: list[Tensor], inside: bool) -> Any:
+def compiled(module: nn.Module, inputs: list[Tensor], way: str) -> Any:
     """The module with pooling in the kernels of convolutions, or by kernels of its own."""
-    kernel_class.windows_of = WINDOWS if inside else row_runs
+    kernel_class.windows_of = WINDOWS if way == "inside" else row_runs
     structure._RECENT.clear()  # what was found out of groups with the other windows
     try:
         return tvm_fusion.compile(module, "cuda", example_inputs=tuple(inputs), verify=False)
@@ -116,63 +108,5 @@ def compiled(module: nn.Module, inputs: list[Tensor], inside: bool) -> Any:
         structure._RECENT.clear()
 
 
-def several(found: Tensor | tuple) -> list[Tensor]:
-    """The results of a call."""
-    return [found] if isinstance(found, Tensor) else list(found)
-
-
-def check(name: str, module: nn.Module, shapes: tuple, repeats: int) -> list[dict[str, Any]]:
-    """Runs one case both ways; gives its rows."""
-    dtype = torch.bfloat16 if "bfloat16" in name else torch.float16
-    like = {"memory_format": FORMATS[len(shapes[0])]} if len(shapes[0]) in FORMATS else {}
-    module = module.cuda().to(dtype).eval().to(**like)
-    inputs = [torch.randn(s, device="cuda").to(dtype).contiguous(**like) for s in shapes]
-    wanted = several(copy.deepcopy(module).float()(*(x.float() for x in inputs)))
-    ways = {way: compiled(module, inputs, way == "inside") for way in ("inside", "apart")}
-    times = time_modules(ways, tuple(inputs), repeats=repeats)
-    rows = []
-    for way, made in ways.items():
-        for result in several(made(*inputs)):
-            result.fill_(math.nan)
-        errors = [
-            ((a.float() - b).abs().max() / b.abs().max()).item()
-            for a, b in zip(several(made(*inputs)), wanted, strict=True)
-        ]
-        error = max(math.inf if math.isnan(e) else e for e in errors)
-        row = {"name": name, "variant": way, "kernels_us": times[way].median_us, "error": error}
-        row["predicted_us"] = sum(g.predicted_us for g in made.plan.groups)
-        row["right"] = error < TOLERANCE[dtype]
-        row["classes"] = [g.kernel_class for g in made.plan.groups if g.kernel_class != "view"]
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    return rows
-
-
-@torch.no_grad()
-def main() -> int:
-    """The command; 1 where a result is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", default="")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    rows, failed = [], []
-    for name, (module, *shapes) in cases().items():
-        if args.only not in name:
-            continue
-        try:
-            rows += check(name, module, tuple(shapes), args.repeats)
-        except Exception as error:  # the boundary of a case: the others are still tried
-            print(f"FAILED {name}: {type(error).__name__}: {error}"[:400], flush=True)
-            failed.append(name)
-    if args.json:
-        head = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        head["date"] = datetime.date.today().isoformat()
-        args.json.write_text(json.dumps({**head, "rows": rows}, indent=1))
-    failed += [row["name"] for row in rows if not row["right"]]
-    print(f"{len(rows)} rows, wrong or failed: {failed or 'none'}")
-    return bool(failed)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__.split("\n\n")[0], cases(), ("inside", "apart"), compiled))
