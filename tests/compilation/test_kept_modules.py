@@ -11,6 +11,7 @@ from tvm_fusion.compilation import compiler, kept_modules
 from tvm_fusion.flow import plan_cache
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.ir import weights
+from tvm_fusion.runtime.build import early_launches
 from tvm_fusion.runtime.module import CompiledModule
 
 WIDTH = 32
@@ -122,6 +123,18 @@ def test_what_is_asked_for_otherwise_is_compiled(planned):
         wide.norm.weight += 1  # no weight: too small, its numbers are looked at
     compiled(wide)
     assert len(planned) == 5
+
+
+@pytest.mark.parametrize("variable", [early_launches.VARIABLE, "TVM_CUDA_NVCC_NO_FAST_MATH"])
+def test_what_the_environment_says_of_kernels_is_heeded(variable, planned, monkeypatch):
+    model = Model(0)
+    compiled(model)
+    monkeypatch.setenv(variable, "1")
+    compiled(model)
+    assert len(planned) == 2
+    monkeypatch.delenv(variable)
+    compiled(model)
+    assert len(planned) == 2
 
 
 @pytest.mark.parametrize("file", ["module.so", "facts.pickle"])

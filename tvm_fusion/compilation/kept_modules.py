@@ -5,11 +5,11 @@
                                  written.json   the module that was built, its weights parameters
 
 The key holds all that decides what is compiled (`plan_cache.surroundings`, what was asked for, the
-passes that are switched off), and the model without the numbers of its weights: these are computed
-anew from the model's own. Nothing is kept of models of several functions, with a plan or a database
-that a caller gives, with times, for a device that is not here, with checks of indices, or while a
-kernel class or rewrite of a user's is registered; nor where plans are not kept
-(`TVM_FUSION_PLAN_CACHE=0`). The `MOST_MODULES` used last stay.
+passes that are switched off, what the environment says of kernels), and the model without the
+numbers of its weights: these are computed anew from the model's own. Nothing is kept of models of
+several functions, with a plan or a database that a caller gives, with times, for a device that is
+not here, with checks of indices, or while a kernel class or rewrite of a user's is registered; nor
+where plans are not kept (`TVM_FUSION_PLAN_CACHE=0`). The `MOST_MODULES` used last stay.
 
 A module is written on a thread of its own while the caller goes on with it; the process does not
 end, and does not fork, before that is done.
@@ -51,6 +51,8 @@ from ..ir.weights import (
 )
 from ..report.screen import Report
 from ..runtime.build.build import Built, build_functions
+from ..runtime.build.cuda_compiler import flags_of_environment
+from ..runtime.build.early_launches import launches_early
 from ..runtime.build.weight_values import WeightValues
 from ..runtime.calls.compiled_module import CompiledModule
 from ..runtime.calls.sidecar import library_of
@@ -223,7 +225,9 @@ def _key(model: ReadModel, wishes: Wishes) -> str:
     passes = sorted(map(str, context.disabled_pass)), str(dict(context.config))
     content = content_hash(model.mods["main"])
     around = surroundings(model.target, model.hw, model.policy)
-    return digest([_FORMAT, content, repr(wishes), *passes, sys.version_info[:2], *around])
+    kernels = launches_early(), flags_of_environment()
+    about = [repr(wishes), *passes, sys.version_info[:2], *kernels]
+    return digest([_FORMAT, content, *about, *around])
 
 
 def _forget_old(folder: Path) -> None:

@@ -40,12 +40,11 @@ class Compiler:
     def flags(self, arch: str) -> tuple[str, ...]:
         """Return the command-line flags, those that TVM itself would give."""
         undefined = [f"-U__CUDA_NO_{t}_{k}__" for t in _HALF_TYPES for k in _HALF_SWITCHES]
-        fast_math = () if os.environ.get("TVM_CUDA_NVCC_NO_FAST_MATH") else ("--use_fast_math",)
-        shared = (*undefined, "-diag-suppress=177", *fast_math)  # 177: unused variables and helpers
+        unused = "-diag-suppress=177"  # variables and helpers
+        shared = (*undefined, unused, *_fast_math())
         if self.kind == "nvrtc":
-            extra = shlex.split(os.environ.get("TVM_CUDA_NVRTC_EXTRA_OPTS", ""))
             ptxas = (f"--ptxas-options={flag}" for flag in _ptxas_flags())
-            return ("-default-device", "--device-int128", *shared, *ptxas, *extra)
+            return ("-default-device", "--device-int128", *shared, *ptxas, *_nvrtc_extra())
         number = arch.removeprefix("sm_")
         return (
             "--cubin",
@@ -107,6 +106,19 @@ def find_compiler() -> Compiler:
 def _nvcc_version(path: str) -> str:
     run = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace")
     return run.stdout.strip().splitlines()[-1] if run.returncode == 0 else "unknown"
+
+
+def flags_of_environment() -> list[str]:
+    """The flags that environment variables decide, of all compilers."""
+    return [*_fast_math(), *_ptxas_flags(), *_nvrtc_extra()]
+
+
+def _fast_math() -> list[str]:
+    return [] if os.environ.get("TVM_CUDA_NVCC_NO_FAST_MATH") else ["--use_fast_math"]
+
+
+def _nvrtc_extra() -> list[str]:
+    return shlex.split(os.environ.get("TVM_CUDA_NVRTC_EXTRA_OPTS", ""))
 
 
 def _ptxas_flags() -> list[str]:
