@@ -502,6 +502,17 @@ def test_recurrent_layers_are_compiled_whole_where_dynamo_takes_them(kind, modul
     assert len(modules) == 1
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_in_training_are_compiled_unless_they_drop_elements(kind, modules):
+    x = torch.randn(2, 5, 4)
+    with torch.no_grad(), torch._dynamo.config.patch(allow_rnn=True):
+        model = Recurrent(kind, num_layers=2).train()
+        check(compiled(model, strict=True), model, x)
+        assert len(modules) == 1
+        with pytest.raises(FrontendError, match="draws random numbers"):
+            compiled(Recurrent(kind, num_layers=2, dropout=0.5).train(), strict=True)(x)
+
+
 def test_recurrent_layers_with_projections_run_in_torch():
     model, x = Recurrent(nn.LSTM, proj_size=3).eval(), torch.randn(2, 3, 4)
     model.head = nn.Linear(3, 3)

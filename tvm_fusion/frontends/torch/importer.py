@@ -325,7 +325,8 @@ def refuse_random(node: fx.Node) -> None:
     if torch.Tag.nondeterministic_seeded not in tags or not node.users:
         return
     options = bound_arguments(node)
-    probability = options.get("dropout_p", options.get("p"))
+    names = ("dropout_p", "p", "dropout")
+    probability = next((options[name] for name in names if name in options), None)
     if probability == 0 or options.get("train") is False:
         return
     if "scaled_dot_product" in node.target.__name__:  # has a converter, which looks at that
