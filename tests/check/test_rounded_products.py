@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tvm import tirx
+from tvm import te, tirx
 from tvm.relax import op
 
 from tests.support.graphs import module
@@ -36,6 +36,12 @@ def products_of(emit, *inputs):
     return [adds_products(f.body) for f in funcs]
 
 
+def weighted_sum(x):
+    """Terms are multiplied by what no memory holds."""
+    k = te.reduce_axis((0, x.shape[1]), "k")
+    return te.compute((x.shape[0],), lambda i: te.sum(x[i, k] * k.var.astype(x.dtype), axis=k))
+
+
 @pytest.mark.parametrize(
     ("emit", "shapes", "dtype", "expected"),
     [
@@ -49,6 +55,7 @@ def products_of(emit, *inputs):
         (lambda bb, x, w: op.matmul(x, w), [(4, 8), (8, 6)], "float16", [False]),
         (lambda bb, x: op.variance(x, axis=-1), [(4, 8)], "float32", [False]),
         (lambda bb, x: op.sum(x, axis=-1), [(4, 8)], "float32", [False]),
+        (lambda bb, x: bb.call_te(weighted_sum, x), [(4, 8)], "float32", [False]),
         (lambda bb, x, w: op.multiply(x, w), [(4, 8), (4, 8)], "float32", [False]),
     ],
 )

@@ -64,9 +64,9 @@ def _adds_products(block: s_tir.SBlock) -> bool:
         return False
     products: list[tirx.Mul] = []
     tvm_ffi.structural_walk(block.body, [(tirx.Mul, products.append)])
-    return any(
-        dtype_of(p) == "float32" and _along(p.a, kept) != _along(p.b, kept) for p in products
-    )
+    wide = [p for p in products if dtype_of(p) == "float32"]
+    operands = [(_along(p.a, kept), _along(p.b, kept)) for p in wide]
+    return any(a != b for a, b in operands if a is not None and b is not None)
 
 
 def _along(value: tvm.ir.Expr, axes: set[Var]) -> set[Var] | None:
