@@ -9,7 +9,14 @@ import pytest
 from tvm_fusion.errors import InputError
 from tvm_fusion.host import cache_folder
 from tvm_fusion.host.atomic_files import replace_file
-from tvm_fusion.host.cache_folder import CACHE_VARIABLE, cache_dir, make_folder, not_own
+from tvm_fusion.host.cache_folder import (
+    CACHE_VARIABLE,
+    by_use,
+    cache_dir,
+    make_folder,
+    mark_used,
+    not_own,
+)
 from tvm_fusion.tuning.database.store import Database
 
 
@@ -79,3 +86,16 @@ def test_a_database_that_all_users_may_write_to_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(InputError, match=r"all users may write to it.*chmod o-w"):
         Database(tmp_path, "a device", read_only=True)
+
+
+def test_what_another_process_took_away_is_neither_listed_nor_made_anew(tmp_path):
+    old, new, gone = (tmp_path / name for name in ("old", "new", "gone"))
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (1, 1))
+    mark_used(gone)
+    assert not gone.exists()
+    assert by_use([old, gone, new]) == [new, old]
+    mark_used(old)
+    os.utime(new, (1, 1))
+    assert by_use([old, gone, new]) == [old, new]

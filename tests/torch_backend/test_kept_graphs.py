@@ -3,7 +3,9 @@ right. What decides what it makes of a graph is in the key; what calls would nee
 kept.
 """
 
+import errno
 import math
+import os
 import pickle
 
 import pytest
@@ -245,3 +247,19 @@ def test_the_graphs_used_last_stay(folder, traces, monkeypatch):
         in_new_process(lambda x, factor=factor: x.exp() * factor, X)
     assert len(traces) == 3
     assert len(list(folder.iterdir())) == 1
+
+
+def test_a_cache_that_can_only_be_read_is_read(traces, monkeypatch, caplog):
+    def model(x):
+        return x.exp() * 5
+
+    in_new_process(model, X)
+
+    def refused(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refused)
+    given, _ = in_new_process(model, X)
+    torch.testing.assert_close(given, model(X))
+    assert len(traces) == 1
+    assert not [r for r in caplog.records if r.name.startswith("tvm_fusion")]

@@ -38,7 +38,7 @@ from ..flow.functions import ReadModel
 from ..flow.plan_cache import is_kept, surroundings
 from ..flow.planned import Planned
 from ..host.atomic_files import replace_bytes, replace_file
-from ..host.cache_folder import cache_dir, make_folder
+from ..host.cache_folder import by_use, cache_dir, make_folder, mark_used
 from ..host.logs import dump_folder
 from ..ir import convention
 from ..ir.weights import (
@@ -105,7 +105,7 @@ class Kept:
             return None
         try:
             compiled = self._read()
-            self.folder.touch()
+            mark_used(self.folder)
         except Exception as error:  # damaged, or of weights that the plan does not fit
             logger.warning("the module in %s is made again: %s", self.folder, error)
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -233,6 +233,5 @@ def _key(model: ReadModel, wishes: Wishes) -> str:
 def _forget_old(folder: Path) -> None:
     """Only the modules that were used last stay."""
     kept = [found for found in folder.iterdir() if not found.name.startswith(NEW)]
-    kept.sort(key=lambda found: found.stat().st_mtime, reverse=True)
-    for found in kept[MOST_MODULES:]:
+    for found in by_use(kept)[MOST_MODULES:]:
         shutil.rmtree(found, ignore_errors=True)

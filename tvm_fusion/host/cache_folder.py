@@ -13,6 +13,8 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -63,6 +65,23 @@ def make_folder(folder: Path) -> None:
     for missing in reversed([f for f in (folder, *folder.parents) if not f.exists()]):
         missing.mkdir(mode=_MODE, exist_ok=True)
     folder.mkdir(exist_ok=True)  # raises where a file is in its place
+
+
+def mark_used(path: Path) -> None:
+    """Let a file or folder be the one that was used last; what another process took away, or cannot
+    be changed (a cache that is mounted to be read), stays as it is.
+    """
+    with suppress(OSError):
+        os.utime(path)  # `Path.touch` makes an empty file of what is gone
+
+
+def by_use(paths: Iterable[Path]) -> list[Path]:
+    """Files and folders, the ones that were used last first, without those that are gone."""
+    times = {}
+    for path in paths:
+        with suppress(FileNotFoundError):  # another process took it away meanwhile
+            times[path] = path.stat().st_mtime
+    return sorted(times, key=times.__getitem__, reverse=True)
 
 
 @cache

@@ -19,6 +19,7 @@ import logging
 import pickle
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +34,7 @@ from tvm_fusion.errors import InputError
 from tvm_fusion.flow.plan_cache import is_wanted, package_state
 from tvm_fusion.frontends.torch.refusals import Refused
 from tvm_fusion.host.atomic_files import replace_bytes
-from tvm_fusion.host.cache_folder import cache_dir, make_folder
+from tvm_fusion.host.cache_folder import by_use, cache_dir, make_folder, mark_used
 from tvm_fusion.torch_backend.aten_graphs import are_gathered
 from tvm_fusion.torch_backend.partition import NAME, Partition
 from tvm_fusion.torch_backend.plain_graphs import (
@@ -150,7 +151,7 @@ class Place:
         """What was kept; None where nothing was, or it cannot be read."""
         try:
             found = pickle.loads(self.path.read_bytes())
-            self.path.touch()
+            mark_used(self.path)
         except FileNotFoundError:
             return None
         except Exception as error:  # damaged: pickle raises what it likes
@@ -287,6 +288,6 @@ def _changed_operators() -> str:
 
 def _forget_old(folder: Path) -> None:
     """Only the graphs that were used last stay."""
-    kept = sorted(folder.glob("*.pickle"), key=lambda found: found.stat().st_mtime, reverse=True)
-    for found in kept[MOST_GRAPHS:]:
-        found.unlink(missing_ok=True)
+    for found in by_use(folder.glob("*.pickle"))[MOST_GRAPHS:]:
+        with suppress(OSError):  # of another user
+            found.unlink(missing_ok=True)

@@ -54,8 +54,17 @@ def drawn(shape, dtype=torch.float32):
         (logarithms, drawn((130, 6)), 1),
         (lambda x: torch.cummax(x, 1), drawn((2, 5000)), None),
         (lambda x: torch.logcumsumexp(x, 1), drawn((1, 4099)) / 4, None),
+        (lambda x: torch.cummin(x, 1), drawn((1, 4099), torch.int64), None),
     ],
-    ids=["values", "places", "integers", "logarithms", "largest in parts", "logarithms in parts"],
+    ids=[
+        "values",
+        "places",
+        "integers",
+        "logarithms",
+        "largest in parts",
+        "logarithms in parts",
+        "integers in parts",
+    ],
 )
 def test_they_are_kernels_of_scans(function, x, launches):
     if x.is_floating_point() and x.dim() == 2 and launches:
@@ -73,3 +82,9 @@ def test_they_are_kernels_of_scans(function, x, launches):
         tolerance = 2e-3 if x.dtype == torch.float16 else 2e-6
         assert got.dtype == (np.int64 if wanted.dtype == torch.int64 else x.numpy().dtype)
         np.testing.assert_allclose(got, wanted.numpy(), rtol=tolerance, atol=tolerance)
+
+
+def test_the_scan_of_a_number_is_the_number():
+    x = torch.tensor(3.5)
+    (got,) = EmulatedModule.of(planned(lambda x: torch.cumsum(x, 0) + 1, x))([x.numpy()])
+    assert got == 4.5

@@ -73,6 +73,9 @@ class _Opener(PyExprMutator):
         if call.op.name not in SCANS:
             return call
         x, dtype, axis = call.args[0], str(call.ty.dtype), call.attrs.axis
+        if x.ty.ndim == 0 and not call.attrs.exclusive:  # of which TVM's kernels have no axis
+            self.changed = True
+            return self._cast(x, dtype)
         if not _has_known_length(x, axis):
             return call
         self.changed = True
@@ -130,8 +133,7 @@ class _Opener(PyExprMutator):
         x = self._emit(op.reshape(x, (outer, length, inner)))
         if parts * part > length:
             width = [0, 0, 0, parts * part - length, 0, 0]
-            neutral = kind.neutral(str(x.ty.dtype)).value
-            x = self._emit(op.nn.pad(x, width, pad_value=neutral))
+            x = self._emit(op.nn.pad(x, width))  # of any value: nothing of these places is taken
         x = self._emit(op.reshape(x, (outer, parts, part, inner)))
         local = self._scan(x, 2, name, exclusive)
         if kind.reduce is not None:
