@@ -182,6 +182,30 @@ def test_keys_beyond_a_length_are_not_read_and_no_key_gives_zero():
     assert not arrays["y"][0].any()
 
 
+def test_infinities_and_the_largest_numbers_of_float32_are_as_in_one_product():
+    sizes = Sizes(heads=1, queries=20, keys=24, terms=16, dtype="float32", scale=1.0)
+    made, largest = attention(sizes, Form()), np.finfo("float32").max
+    rng = np.random.default_rng(0)
+    arrays = {p.name: np.abs(rng.standard_normal(p.shape)).astype("float32") for p in made.params}
+    q, k, v, o = (arrays[name] for name in "qkvo")
+    k[0, 0, 3, 1] = -np.inf  # no query sees this key
+    v[0, 0, 3, 4] = largest
+    v[0, 0, 7, 2], v[0, 0, 9, 5], v[0, 0, 5, 6] = np.inf, -np.inf, np.nan
+    o[:] = np.nan
+    kernel = emit_attention_mma(made, A100, config(1, 1, 16))
+    assert run_cuda_on_cpu(kernel, list(arrays.values())) == 1
+    with np.errstate(invalid="ignore"):
+        weights = np.exp(s := np.float64(q) @ np.float64(k).swapaxes(2, 3) - 20)
+    weights /= weights.sum(-1, keepdims=True)
+    kept = [n for n in range(16) if n not in (2, 4, 5, 6)]
+    expected = weights @ np.float64(np.where(np.isfinite(v), v, 0))
+    assert np.isneginf(s[..., 3]).all()
+    assert np.isposinf(o[..., 2]).all()
+    assert np.isneginf(o[..., 5]).all()
+    assert np.isnan(o[..., 6]).all()
+    assert np.abs(o - expected)[..., [4, *kept]].max() <= 3e-6 * np.abs(expected[..., kept]).max()
+
+
 @pytest.mark.parametrize("name", ["gated, scaled, residual, float32", "packed QKV"])
 def test_functions_of_real_models_are_close_to_float64(name):
     case = next(case for case in CASES if case.name == name)

@@ -358,20 +358,26 @@ class _Block:
 
     @staticmethod
     def _multiply_parts(into: Expr, left: _Parts, right: _Parts, half: int) -> None:
-        """In float32, but for the product of both small parts: the smallest first."""
-        for a, b in ((left.low, right.high), (left.high, right.low), (left.high, right.high)):
+        """In float32, but for the product of both small parts: the smallest first. The left operand
+        is finite, or makes NaN of a row of scores anyway.
+        """
+        pairs = ((left.low, right.finite), (left.high, right.low), (left.high, right.high))
+        for a, b in pairs:
             a, b = a.ptr_to([0]), b.ptr_to([half * 2])
             T.evaluate(multiply("float32", "float32", TERMS_TF32, into, a, b))
 
 
 class _Parts:
     """Numbers of float32 in two parts that tensor cores read as they are, or nearly: the nearest of
-    10 bits of mantissa, and what is left, which has 13 more. An infinity leaves NaN.
+    10 bits of mantissa, and what is left, which has 13 more (`split_tf32`).
     """
 
     def __init__(self, words: Expr, places: Sequence[int]) -> None:
-        self.high, self.low = (T.alloc_local((len(places),), "uint32") for _ in range(2))
+        self.high, self.finite, self.low = (
+            T.alloc_local((len(places),), "uint32") for _ in range(3)
+        )
         for n, place in enumerate(places):
             word = words[place]
             bits = word if dtype_of(word) == "uint32" else T.reinterpret("uint32", word)
-            T.evaluate(split_tf32(self.high.ptr_to([n]), self.low.ptr_to([n]), bits))
+            parts = (part.ptr_to([n]) for part in (self.high, self.finite, self.low))
+            T.evaluate(split_tf32(*parts, bits))

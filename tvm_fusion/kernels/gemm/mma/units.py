@@ -95,15 +95,22 @@ def round_tf32(registers: Expr) -> Expr:
     return device_call("void", "round_tf32", "void* d", body, registers)
 
 
-def split_tf32(high: Expr, low: Expr, bits: Expr) -> Expr:
-    """Splits a float32 into the nearest of 10 bits of mantissa, and the rest."""
+def split_tf32(high: Expr, finite: Expr, low: Expr, bits: Expr) -> Expr:
+    """Splits a float32 into the nearest of 10 bits of mantissa, and the rest. Infinities and NaN
+    are in the first alone, and 0 in `finite`, which is the same for what is multiplied with rests:
+    a rest of either sign times infinity would make NaN of a product that is infinite.
+    """
     body = (
-        "unsigned near = (bits + 0x1000u) & 0xffffe000u; *(unsigned*)h = near; "
-        "*(float*)l = __uint_as_float(bits) - __uint_as_float(near);"
+        "bool is_finite = (bits & 0x7f800000u) != 0x7f800000u; "
+        "unsigned near = (bits + 0x1000u) & 0xffffe000u; "
+        "if ((near & 0x7f800000u) == 0x7f800000u) near = bits & 0xffffe000u; "  # the largest ones
+        "bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u; "
+        "*(unsigned*)h = is_finite ? near : is_nan ? 0x7fffe000u : bits; "
+        "*(unsigned*)f = is_finite ? near : 0u; "
+        "*(float*)l = is_finite ? __uint_as_float(bits) - __uint_as_float(near) : 0.0f;"
     )
-    return device_call(
-        "void", "split_tf32", "void* h, void* l, unsigned bits", body, high, low, bits
-    )
+    arguments = "void* h, void* f, void* l, unsigned bits"
+    return device_call("void", "split_tf32", arguments, body, high, finite, low, bits)
 
 
 # Where the 16 bytes `at` start: the aligned vectors that hold them are at `low` and behind it, and
