@@ -113,6 +113,21 @@ def test_an_operator_that_is_refused_now_is_taken_out_of_the_parts(traces, monke
     assert len(traces) == 1
 
 
+def test_an_operator_that_was_refused_is_tried_again(traces, monkeypatch, recwarn):
+    model, refused_of, refused = Model(), graph_calls._refused, [{"gelu": "not these values"}]
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            graph_calls, "_refused", lambda *a: refused.pop() if refused else refused_of(*a)
+        )
+        in_new_process(model, X)
+    assert any("not these values" in str(w.message) for w in recwarn.list)
+    recwarn.clear()
+    given, _ = in_new_process(model, X)
+    torch.testing.assert_close(given, model(X), rtol=1e-5, atol=1e-5)
+    assert not any("gelu" in str(w.message) for w in recwarn.list)
+    assert len(traces) == 1
+
+
 def test_a_damaged_file_is_traced_again(folder, traces):
     def model(x):
         return x.exp() * 2

@@ -57,15 +57,17 @@ class GraphCalls:
     def _made(self, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Cut the graph, import its parts, and have it call them."""
         refused: dict[str, str] = {}
+        first = cut = self._cut(refused)
         while True:
-            cut = self._cut(refused)
             parts = self._parts(cut, inputs)
             found = _refused(cut, parts, self._values(cut, inputs))
             if not found:
                 break
             refused |= found
+            cut = self._cut(refused)
         if self._place is not None and isinstance(self._graph, fx.GraphModule):
-            self._place.keep(self._graph, cut, self._static)
+            # what was refused since, other values or another target may let in
+            self._place.keep(self._graph, first, self._static)
         trace(f"graph{self._number}_parts", lambda: _text(cut), self._compile_id)
         self._tell_of_outside(cut)
         if len(parts) == 1 and (run := _alone(cut, parts[0])):
