@@ -262,6 +262,7 @@ def _surroundings(inputs: Sequence[torch.Tensor]) -> list[Any]:
         package_state(),
         sorted(devices),
         [(gpu.name, gpu.major, gpu.minor) for gpu in gpus],
+        torch.cuda.current_device() if torch.cuda.is_initialized() else None,
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
         torch.get_default_device(),
