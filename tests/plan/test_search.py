@@ -89,7 +89,7 @@ def test_these_are_planned_as_one_launch(emit, inputs, device):
 
 
 KNOWN = {  # and the launches of their plans
-    "demo block": (lambda: demo_module("llvm"), {"h200": 9, "llvm": 10}),
+    "demo block": (lambda: demo_module("llvm"), {"h200": 7, "llvm": 10}),
     "layer": (lambda: transformer(1), {"h200": 8, "llvm": 10}),
     "two consumers": (lambda: module(two_consumers, BIG), {"h200": 1, "llvm": 1}),
 }

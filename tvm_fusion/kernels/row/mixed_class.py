@@ -26,6 +26,7 @@ from ..group.read_order import plain_axes, read_order
 from ..group.roles import Role, refuse_other_row, refuse_small_output
 from ..group.streams import loads_and_stores
 from ..group.traffic import Shape, cuda_resources, cuda_traffic, group_streams
+from .mixed_config import ring_stages, thread_choices
 
 VECTOR_BYTES = 16
 PARTIAL_BYTES = 128
@@ -104,8 +105,6 @@ def _find_shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
     """Blocks that walk over the rows of a group, holding the sums of their columns; the coming rows
     wait in a ring in shared memory where they can be copied in bulk.
     """
-    from .mixed_config import ring_stages
-
     space = group.once("mixed", lambda: _read_space(group))
     width, sizes, choices = _choices(group, space, hw)
     threads, cluster = choices[0]
@@ -147,8 +146,6 @@ def _choices(
     """Columns of a vector, bytes of what is read of each column, and the threads and blocks that
     hold a row with the sums of its columns.
     """
-    from .mixed_config import thread_choices
-
     tensors = group.graph.tensors
     sizes = [
         dtype_bytes(tensors[t].dtype)

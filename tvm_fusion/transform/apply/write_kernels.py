@@ -27,7 +27,7 @@ from ...host.stages import stepped
 from ...ir.graph import PLACED_ATTR
 from ...ir.reader import OPAQUE_PATTERN
 from ...kernels.cpu.contraction.panels import mark_constants
-from ...kernels.recurrence import kernel as recurrence
+from ...kernels.recurrence.problem import read_recurrence
 from ...kernels.registry import family, names
 from ...plan.plan import STOCK, UNWRITTEN, FusionPlan
 from ..functions.functions import with_functions
@@ -162,7 +162,14 @@ def _of_recurrence(
     if elsewhere or (func.attrs and "tirx.is_scheduled" in func.attrs):
         return func
     try:
-        kernel = recurrence.kernel_of(mark_constants(func, constants), hw, policy)
+        read_recurrence(func)
+    except Unsupported as why:
+        logger.info("%s stays as it is: %s", symbol, why)
+        return func
+    from ...kernels.recurrence.kernel import kernel_of  # all forms, which few models take
+
+    try:
+        kernel = kernel_of(mark_constants(func, constants), hw, policy)
     except Unsupported as why:
         logger.info("%s stays as it is: %s", symbol, why)
         return func
