@@ -11,18 +11,10 @@ from tvm_fusion.flow.planned import Planned
 from tvm_fusion.frontends import load
 from tvm_fusion.transform.lower.first_of_sorts import FirstOfSorts
 
+from ..support.frontend_tools import Function
 from ..support.module_on_cpu import EmulatedModule
 
 H200 = load_profile("nvidia_h200")
-
-
-class Called(torch.nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs):
-        return self.function(*inputs)
 
 
 def least(x):
@@ -51,7 +43,7 @@ def odd_numbers(dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int32], ids=str)
 def test_it_is_found_without_a_sort(function, dtype):
     x = odd_numbers(dtype)
-    mod = load(Called(function), (x,))
+    mod = load(Function(function), (x,))
     planned = Planned.of(mod, H200.to_target(), H200, load_policy(None))
     assert len(planned.plan.groups) == 1
     found = EmulatedModule.of(planned)([x.numpy()])
@@ -61,7 +53,7 @@ def test_it_is_found_without_a_sort(function, dtype):
 
 def test_the_least_of_a_top_1_is_found_too():
     x = odd_numbers(torch.float32)
-    mod = load(Called(lambda x: torch.topk(x, 1, 1, largest=False).values), (x,))
+    mod = load(Function(lambda x: torch.topk(x, 1, 1, largest=False).values), (x,))
     planned = Planned.of(mod, H200.to_target(), H200, load_policy(None))
     assert len(planned.plan.groups) == 1
     (found,) = EmulatedModule.of(planned)([x.numpy()])
@@ -80,5 +72,5 @@ def test_the_least_of_a_top_1_is_found_too():
     ids=["second", "last", "another axis", "top 2", "64 bits"],
 )
 def test_other_modules_stay_the_same(function):
-    mod = load(Called(function), (torch.randn(3, 7),))
+    mod = load(Function(function), (torch.randn(3, 7),))
     assert FirstOfSorts()(mod).same_as(mod)

@@ -10,22 +10,14 @@ from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.frontends import load
 
+from ...support.frontend_tools import Function
 from ...support.module_on_cpu import EmulatedModule
 
 H200 = load_profile("nvidia_h200")
 
 
-class Called(torch.nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs):
-        return self.function(*inputs)
-
-
 def planned(function, *inputs):
-    return Planned.of(load(Called(function), inputs), H200.to_target(), H200, load_policy(None))
+    return Planned.of(load(Function(function), inputs), H200.to_target(), H200, load_policy(None))
 
 
 def values_of_halves(x):

@@ -19,7 +19,7 @@ from ...errors import Unsupported
 from ...ir.access import Access, Affine, Block
 from ...ir.extents import assumed
 from ...plan.group_view import GroupView
-from ..gemm.computed import Read
+from ..gemm.computed import Read, reads_behind
 from ..gemm.hopper.cost import CYCLES_OF_INSTRUCTION, element_seconds
 from ..gemm.launch import operation_seconds
 from ..group.footprint import instructions_of, points
@@ -167,12 +167,7 @@ def _tensors_of(group: GroupView, data: Access) -> Iterator[Read]:
             (read,) = block.reads
             waiting.append((read.tensor, _through_view(group, read.tensor, tensor, axes)))
             continue
-        own: dict[int, frozenset[int]] = {}
-        for index, moved in zip(block.writes[0].index, axes, strict=True):
-            own |= dict.fromkeys(index.axes, moved)
-        for read in block.reads:
-            indices = (frozenset().union(*(own.get(i, ()) for i in x.axes)) for x in read.index)
-            waiting.append((read.tensor, list(indices)))
+        waiting += reads_behind(block, axes)
 
 
 def _through_view(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...config import HardwareProfile
-from ...ir.access import Access
+from ...ir.access import Access, Block
 from ...ir.extents import assumed
 from ...plan.group_view import GroupView, dtype_bytes
 from ..program.expr import HALF_DTYPES
@@ -33,12 +33,17 @@ def reads_of(group: GroupView, access: Access) -> Iterator[Read]:
         if block is None:
             yield tensor, axes
             continue
-        own: dict[int, frozenset[int]] = {}
-        for index, moved in zip(block.writes[0].index, axes, strict=True):
-            own |= dict.fromkeys(index.axes, moved)
-        for read in block.reads:
-            indices = (frozenset().union(*(own.get(i, ()) for i in x.axes)) for x in read.index)
-            waiting.append((read.tensor, list(indices)))
+        waiting += reads_behind(block, axes)
+
+
+def reads_behind(block: Block, axes: Sequence[frozenset[int]]) -> Iterator[Read]:
+    """What an operator reads for an element whose dimensions these axes move along."""
+    own: dict[int, frozenset[int]] = {}
+    for index, moved in zip(block.writes[0].index, axes, strict=True):
+        own |= dict.fromkeys(index.axes, moved)
+    for read in block.reads:
+        indices = (frozenset().union(*(own.get(i, ()) for i in x.axes)) for x in read.index)
+        yield read.tensor, list(indices)
 
 
 def matrix_of(group: GroupView, product: Product) -> Read | None:

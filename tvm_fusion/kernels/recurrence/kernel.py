@@ -89,15 +89,16 @@ WRITER = Writer(
 )
 
 
-def kernel_of(func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> tirx.PrimFunc:
-    """The kernel of a function that is a recurrence.
+def kernel_of(
+    func: tirx.PrimFunc, made: Recurrence, hw: HardwareProfile, policy: Policy
+) -> tirx.PrimFunc:
+    """The kernel of a function that is this recurrence (`read_recurrence`).
 
     Raises
     ------
     Unsupported
-        It is none, or no form takes it on this device: its plain loops are right there, too.
+        No form takes it on this device: its plain loops are right there, too.
     """
-    made = read_recurrence(func)
     if hw.kind == "llvm":
         return write_on_cpu(func, made, machine_of(hw))
     return WRITER.emit(made, hw, policy)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from tvm import tirx
 from tvm.ir import Expr, Var
@@ -77,12 +78,23 @@ class SpreadConfig:
         return self.warps // 2 if self.folds else self.warps
 
 
+class Units(Protocol):
+    """What configurations of spread kernels have in common."""
+
+    @property
+    def units(self) -> int:
+        """Of a block."""
+
+
+C = TypeVar("C", bound=Units)
+
+
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """What follows of both: blocks, tiles of gates, chunks of terms of a warp, and bytes."""
+class BlockSizes(Generic[C]):
+    """What follows of a recurrence and how it is spread."""
 
     made: Recurrence
-    config: SpreadConfig
+    config: C
 
     @property
     def blocks(self) -> int:
@@ -92,6 +104,11 @@ class Sizes:
     def own(self) -> int:
         """Gates of a block."""
         return self.made.cell.gates * self.config.units
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes(BlockSizes[SpreadConfig]):
+    """Tiles of gates, chunks of terms of a warp, and bytes."""
 
     @property
     def tiles(self) -> int:
@@ -139,6 +156,12 @@ def check_halves(made: Recurrence, hw: HardwareProfile) -> None:
         raise Unsupported(f"{made.units} units, no multiple of {TERMS}")
 
 
+def units_of_block(made: Recurrence, hw: HardwareProfile) -> int:
+    """The fewest units, a multiple of 8, for which there are multiprocessors for all blocks."""
+    eights, most = made.units // 8, hw.num_sms
+    return 8 * next(n for n in range(1, eights + 1) if eights % n == 0 and eights // n <= most)
+
+
 def spread_configs(made: Recurrence, hw: HardwareProfile) -> list[SpreadConfig]:
     """The configuration.
 
@@ -149,15 +172,14 @@ def spread_configs(made: Recurrence, hw: HardwareProfile) -> list[SpreadConfig]:
         multiprocessors cannot keep.
     """
     check_halves(made, hw)
-    chunks, eights = made.units // TERMS, made.units // 8
-    each = next(n for n in range(1, eights + 1) if eights % n == 0 and eights // n <= hw.num_sms)
+    chunks, units = made.units // TERMS, units_of_block(made, hw)
     warps = next(n for n in range(min(MOST_WARPS, chunks), 0, -1) if chunks % n == 0)
     batch = made.batch if isinstance(made.batch, int) else MOST_SEQUENCES
     sequences = min(MOST_SEQUENCES, -(-batch // COLUMNS) * COLUMNS)
     for folds in (False, True) if warps % 2 == 0 else (False,):
-        config = SpreadConfig(8 * each, warps, sequences, 0, folds)
+        config = SpreadConfig(units, warps, sequences, 0, folds)
         kept = min(Sizes(made, config).parts, KEPT_WORDS // WORDS)
-        config = SpreadConfig(8 * each, warps, sequences, kept, folds)
+        config = SpreadConfig(units, warps, sequences, kept, folds)
         if Sizes(made, config).smem_bytes <= hw.smem_per_block_bytes:
             return [config]
     raise Unsupported(f"weights of {made.units} units do not fit in {hw.num_sms} multiprocessors")
@@ -177,6 +199,12 @@ def copy_fresh(target: Expr, source: Expr) -> None:
     """
     body = "*(uint4*)d = __ldcg((const uint4*)s);"
     T.evaluate(device_call("void", "load16_fresh", "void* d, const void* s", body, target, source))
+
+
+def move(target: Expr, source: Expr) -> None:
+    """16 bytes between registers and shared memory."""
+    body, arguments = "*(uint4*)d = *(const uint4*)s;", "void* d, const void* s"
+    T.evaluate(device_call("void", "move16", arguments, body, target, source))
 
 
 class Spread:
@@ -353,10 +381,7 @@ class Spread:
             return [array[slot + n] for n in range(WORDS)]
         loaded = T.alloc_local((WORDS,), "uint32")
         for half in range(2):
-            body = "*(uint4*)d = *(const uint4*)s;"
-            source = array.ptr_to([slot + half * 4 * WARP])
-            arguments, target = "void* d, const void* s", loaded.ptr_to([half * 4])
-            T.evaluate(device_call("void", "move16", arguments, body, target, source))
+            move(loaded.ptr_to([half * 4]), array.ptr_to([slot + half * 4 * WARP]))
         return [loaded[n] for n in range(WORDS)]
 
     def _exchange(self) -> None:

@@ -20,12 +20,20 @@ from ...config import HardwareProfile
 from ...errors import Unsupported
 from ...ir.graph import COOPERATIVE_ATTR
 from ..gpu.frame import then
-from ..gpu.intrinsics import device_call
 from ..gpu.memory import shared_pool
 from ..program.expr import constant, convert
 from .form import Recurrence, index
 from .frame import recurrence_kernel
-from .spread import MOST_SEQUENCES, TERMS, WARP, Spread, copy_fresh
+from .spread import (
+    MOST_SEQUENCES,
+    TERMS,
+    WARP,
+    BlockSizes,
+    Spread,
+    copy_fresh,
+    move,
+    units_of_block,
+)
 
 WARPS = 8
 VECTOR = 4  # terms of 16 bytes
@@ -50,19 +58,7 @@ class FloatsConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
-    made: Recurrence
-    config: FloatsConfig
-
-    @property
-    def blocks(self) -> int:
-        return self.made.units // self.config.units
-
-    @property
-    def own(self) -> int:
-        """Gates of a block."""
-        return self.made.cell.gates * self.config.units
-
+class _Sizes(BlockSizes[FloatsConfig]):
     @property
     def tiles(self) -> int:
         """Gates of a lane."""
@@ -103,13 +99,12 @@ def floats_configs(made: Recurrence, hw: HardwareProfile) -> list[FloatsConfig]:
         raise Unsupported(f"sums of float32 for {made.dtype}")
     if made.units % TERMS:
         raise Unsupported(f"{made.units} units, no multiple of {TERMS}")
-    eights = made.units // 8
-    each = next(n for n in range(1, eights + 1) if eights % n == 0 and eights // n <= hw.num_sms)
-    config = FloatsConfig(8 * each, SYMBOLIC_SEQUENCES)
+    units = units_of_block(made, hw)
+    config = FloatsConfig(units, SYMBOLIC_SEQUENCES)
     if isinstance(made.batch, int):
         most = MOST_SEQUENCES // _Sizes(made, config).tiles
         passes = -(-made.batch // max(1, most))
-        config = FloatsConfig(8 * each, -(-made.batch // max(1, passes)))
+        config = FloatsConfig(units, -(-made.batch // max(1, passes)))
     if _Sizes(made, config).smem_bytes > hw.smem_per_block_bytes:
         raise Unsupported(f"weights of {made.units} units do not fit in {hw.num_sms} processors")
     return [config]
@@ -121,12 +116,6 @@ def emit_floats(made: Recurrence, hw: HardwareProfile, config: FloatsConfig) -> 
     with recurrence_kernel(made, sizes.blocks, config.threads) as frame:
         _Floats(made, config, sizes, frame).emit()
     return frame.func.with_attr(COOPERATIVE_ATTR, True)
-
-
-def _move(target: Expr, source: Expr) -> None:
-    """16 bytes between registers and shared memory."""
-    body, arguments = "*(uint4*)d = *(const uint4*)s;", "void* d, const void* s"
-    T.evaluate(device_call("void", "move16", arguments, body, target, source))
 
 
 class _Floats(Spread):
@@ -155,7 +144,7 @@ class _Floats(Spread):
                 loaded = T.alloc_local((VECTOR,), "float32")
                 copy_fresh(loaded.ptr_to([0]), self.frame.buffers["w"].ptr_to([source]))
                 place = (vector * sizes.lines + own) * VECTOR
-                _move(self.weights.ptr_to([place]), loaded.ptr_to([0]))
+                move(self.weights.ptr_to([place]), loaded.ptr_to([0]))
 
     def _multiply(self, s: Expr, before: Expr) -> None:
         frame = self.frame
@@ -182,7 +171,7 @@ class _Floats(Spread):
                 weights = T.alloc_local((sizes.tiles * VECTOR,), "float32")
                 for tile in range(sizes.tiles):
                     source = (vector * sizes.lines + self.lane + tile * WARP) * VECTOR
-                    _move(weights.ptr_to([tile * VECTOR]), self.weights.ptr_to([source]))
+                    move(weights.ptr_to([tile * VECTOR]), self.weights.ptr_to([source]))
                 unit = T.Bind(convert(vector * VECTOR, "int64"))
                 for n, row in enumerate(rows):
                     loaded = T.alloc_local((VECTOR,), "float32")

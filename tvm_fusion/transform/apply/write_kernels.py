@@ -162,14 +162,14 @@ def _of_recurrence(
     if elsewhere or (func.attrs and "tirx.is_scheduled" in func.attrs):
         return func
     try:
-        read_recurrence(func)
+        made = read_recurrence(func)
     except Unsupported as why:
         logger.info("%s stays as it is: %s", symbol, why)
         return func
     from ...kernels.recurrence.kernel import kernel_of  # all forms, which few models take
 
     try:
-        kernel = kernel_of(mark_constants(func, constants), hw, policy)
+        kernel = kernel_of(mark_constants(func, constants), made, hw, policy)
     except Unsupported as why:
         logger.info("%s stays as it is: %s", symbol, why)
         return func
