@@ -1,6 +1,5 @@
 """HardwareProfile: what is known of a device, and its target; `files` reads it from `configs/`."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -8,6 +7,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..host.threads import kernel_threads, thread_count
+from .architecture import NO_GPU, Architecture, read_architecture
 from .toml import fingerprint, number, number_fields, table
 
 _KINDS = ("cuda", "llvm")
@@ -111,6 +111,11 @@ class HardwareProfile:
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise ConfigError(f"profile {self.name}: kind = {self.kind!r} is none of {_KINDS}")
+        if self.kind == "cuda":
+            try:
+                read_architecture(self.arch)
+            except ConfigError as error:
+                raise ConfigError(f"profile {self.name}: arch = {error}") from None
         for f in number_fields(type(self)):
             value = getattr(self, f.name)
             for x in value.values() if isinstance(value, Mapping) else (value,):
@@ -127,10 +132,14 @@ class HardwareProfile:
         return cuda_target(self) if self.kind == "cuda" else cpu_target()
 
     @property
+    def architecture(self) -> Architecture:
+        """The compute capability, and what it can do; of a CPU that of no GPU."""
+        return read_architecture(self.arch) if self.kind == "cuda" else NO_GPU
+
+    @property
     def has_clusters(self) -> bool:
-        """Whether the device has thread block clusters and bulk copies (Hopper and later)."""
-        match = re.match(r"sm_(\d+)", self.arch)
-        return match is not None and int(match.group(1)) >= 90
+        """Whether the device has thread block clusters (Hopper and later)."""
+        return self.architecture.has_clusters
 
     @property
     def measured(self) -> dict[str, Any]:

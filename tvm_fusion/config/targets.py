@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TargetError
+from .architecture import NO_GPU, Architecture, read_architecture
 from .files import added_profiles, load_profile, profile_names
 from .hardware import HardwareProfile, cpu_target
 
@@ -127,11 +128,11 @@ def profile_of_target(target: Any) -> HardwareProfile:
     if target.kind.name != "cuda":
         raise TargetError(f"target kind {target.kind.name!r} is not supported; use cuda or llvm")
     tag = str(target.tag)
-    arch = str(target.attrs.get("arch", ""))
-    candidates = [p for p in _cuda_profiles() if generation(p.arch) == generation(arch)]
+    arch = architecture_of(target)
+    candidates = [p for p in _cuda_profiles() if p.architecture.number == arch.number]
     if not candidates:
         raise TargetError(
-            f"no profile for the CUDA architecture {arch!r}; known: "
+            f"no profile for the CUDA architecture {arch.name!r}; known: "
             f"{', '.join(f'{p.arch} ({p.name})' for p in _cuda_profiles())}"
         )
     name, _ = present_gpu()
@@ -184,6 +185,6 @@ def present_gpu() -> tuple[str | None, str]:
     return device.device_name, f"sm_{device.compute_version.replace('.', '')}"
 
 
-def generation(arch: str) -> str:
-    """`arch` without its feature suffix: sm_90 for sm_90a."""
-    return arch.rstrip("abcdefghijklmnopqrstuvwxyz")
+def architecture_of(target: Any) -> Architecture:
+    """The architecture of a TVM target for CUDA; of another target that of no GPU."""
+    return read_architecture(str(target.attrs["arch"])) if target.kind.name == "cuda" else NO_GPU

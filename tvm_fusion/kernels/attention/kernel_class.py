@@ -31,7 +31,6 @@ from .roles import (
 )
 from .time import AttentionShape, AttentionTime, predict
 
-WGMMA_ARCHITECTURE = "sm_90a"
 TMA_UNIT = 8  # halves of 16 bytes, in which pitches count
 CAUSAL_SHARE = 0.5
 """Of the scores, where whether a key is visible is computed of indices alone: what a triangle
@@ -167,7 +166,7 @@ def _check_layouts(group: GroupView, roles: AttentionRoles, hw: HardwareProfile)
     """
     for name, tensor in _transposed(group, roles):
         run = group.graph.tensors[tensor].shape[-1]
-        if hw.arch != WGMMA_ARCHITECTURE or not isinstance(run, int) or run % TMA_UNIT:
+        if not hw.architecture.has_wgmma or not isinstance(run, int) or run % TMA_UNIT:
             return group.refuse(
                 RefusalCode.PROLOGUE,
                 f"{name} are stored turned, neighbours in memory are of different rows of a head: "

@@ -176,7 +176,7 @@ def predict(
 
 
 def _hopper(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTime]:
-    if hw.arch != "sm_90a" or not _halves(shape, hw):
+    if not hw.architecture.has_wgmma or not _halves(shape, hw):
         return
     from .hopper.config import candidates, smem_bytes
 
@@ -197,7 +197,7 @@ def _hopper(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTim
 
 
 def _mma(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTime]:
-    if hw.arch < "sm_80" or not (_halves(shape, hw) or _is_wide(shape, hw)):
+    if not hw.architecture.has_mma or not (_halves(shape, hw) or _is_wide(shape, hw)):
         return
     from .mma.config import AttentionMmaConfig, Layout
 
@@ -221,7 +221,7 @@ def _decode(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTim
 
     rows, units = shape.queries * shape.group, max(1, shape.batch // shape.group)
     fits = shape.queries <= MAX_QUERIES and shape.features <= MAX_FEATURES
-    if hw.arch < "sm_80" or shape.dtype not in HALF_DTYPES or not fits:
+    if not hw.architecture.has_mma or shape.dtype not in HALF_DTYPES or not fits:
         return
     sides = shape.batch * shape.queries * (shape.terms + shape.features)
     others = int(sides * dtype_bytes(shape.dtype) + shape.mask_bytes)
@@ -325,7 +325,7 @@ def mma_time(shape: AttentionShape, tile: MmaTile, hw: HardwareProfile) -> Atten
     """The time of the mma.sync form with one tile: one block for each tile of queries."""
     own = AttentionTile(tile.block_m, tile.block_n)
     steps, longest, _ = _steps(shape, own)
-    share = MMA_SHARE if hw.arch == "sm_90a" else 1.0
+    share = MMA_SHARE if hw.architecture.is_rated_by_wgmma else 1.0
     step = _step(shape, own, hw, share / TENSOR_SHARE)
     if shape.dtype != "float16":
         # Its results are scaled at every tile of keys.

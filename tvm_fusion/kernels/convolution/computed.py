@@ -97,7 +97,7 @@ def computes_data(
     one = sizes.groups == phases == 1 and not sizes.parts
     plain = one and sizes.filters > 1 and sizes.dtype in HALF_DTYPES
     whole_boxes = sizes.channels_last and sizes.channels % TMA_CHANNELS == 0
-    if hw.arch != "sm_90a" or not plain or not whole_boxes:
+    if not hw.architecture.has_wgmma or not plain or not whole_boxes:
         return False
     if not all(map(_is_elementwise, front_of(group, data))):
         return False

@@ -159,7 +159,7 @@ def predict(
         if (ways and name != "wgmma") or (runs and name not in taken):
             continue
         if runs and name == "wgmma":
-            if not more or hw.arch != "sm_90a":
+            if not more or not hw.architecture.has_wgmma:
                 continue
             body *= more
         stores = _apart_seconds(group, sizes, name, hw)
@@ -232,7 +232,7 @@ def _bodies(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> Iterator[tuple
     if seconds is not None:
         yield "tensor", seconds
     few = sizes.groups == sizes.repeats == 1 < sizes.filters and sizes.channels <= FEW_CHANNELS
-    if few and not sizes.parts and sizes.dtype in HALF_DTYPES and hw.arch >= "sm_80":
+    if few and not sizes.parts and sizes.dtype in HALF_DTYPES and hw.architecture.has_mma:
         terms = math.ceil(sizes.channels * sizes.taps * FILLED_LINES)
         if terms <= MOST_TERMS:
             yield "runs", runs_seconds(sizes.positions, sizes.filters, terms, sizes.dtype, hw)
@@ -242,7 +242,7 @@ def _bodies(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> Iterator[tuple
     whole = last % TMA_CHANNELS == 0 and all(channels % step == 0 for channels in first)
     boxes = sizes.channels_last and whole
     taken = seconds is not None and sizes.dtype in (*HALF_DTYPES, "float32")
-    if taken and boxes and hw.arch == "sm_90a":
+    if taken and boxes and hw.architecture.has_wgmma:
         few = sizes.filters // sizes.groups
         padded = math.ceil(few / 16) * 16 / few
         steps = math.ceil(sizes.channels / STEP_CHANNELS) * STEP_CHANNELS / sizes.channels

@@ -27,7 +27,7 @@ from ..group.read_order import plain_axes
 
 def pools(hw: HardwareProfile) -> bool:
     """Whether a kernel of the device reduces windows of a convolution's results."""
-    return hw.kind == "cuda" and hw.arch >= "sm_80"
+    return hw.architecture.has_mma
 
 
 def windows_of(

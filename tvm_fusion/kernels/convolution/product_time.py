@@ -27,7 +27,7 @@ def mma_seconds(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> float | No
     rate = _rate(sizes.dtype, hw, policy)
     if rate is None:
         return None
-    share = rank.SM90_SHARE if hw.arch.startswith("sm_90") else rank.PEAK_SHARE
+    share = rank.SM90_SHARE if hw.architecture.is_rated_by_wgmma else rank.PEAK_SHARE
     flops, clock = rate * share / hw.num_sms, hw.clock_ghz * 1e9
     size = dtype_bytes(sizes.dtype)
     depths = [channels * sizes.taps * size for channels in sizes.sources]
@@ -62,11 +62,11 @@ def cuda_core_seconds(sizes: Sizes, hw: HardwareProfile) -> float:
 
 
 def _rate(dtype: str, hw: HardwareProfile, policy: Policy) -> float | None:
-    if hw.arch < "sm_80":
+    if not hw.architecture.has_mma:
         return None
     if dtype == "float32":
         return hw.tensor_flop_per_s.get("tfloat32") if policy.allow_tf32 else None
-    if dtype in FLOAT8_DTYPES and hw.arch < "sm_89":
+    if dtype in FLOAT8_DTYPES and not hw.architecture.has_float8_mma:
         return None
     if dtype in (*HALF_DTYPES, *FLOAT8_DTYPES, *INT8_DTYPES):
         return hw.tensor_flop_per_s.get(dtype.replace("uint8", "int8"))

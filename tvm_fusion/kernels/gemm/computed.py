@@ -66,7 +66,7 @@ def matrix_of(group: GroupView, product: Product) -> Read | None:
 
 def computes_left(group: GroupView, products: Sequence[Product], hw: HardwareProfile) -> bool:
     """Whether wgmma can take the left operand of a single product as it is computed."""
-    if hw.arch != "sm_90a" or len(products) != 1:
+    if not hw.architecture.has_wgmma or len(products) != 1:
         return False
     (product,) = products
     block, tensors = product.block, group.graph.tensors

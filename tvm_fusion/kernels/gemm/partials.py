@@ -22,8 +22,6 @@ from ..contraction.row_runs import WINDOW_ROWS
 from ..group.footprint import is_identity
 from ..group.read_order import plain_axes
 
-ARCHITECTURE = "sm_90a"
-
 WIDTHS = (128, 64)
 """Columns of a run, the preferred one first: what divides the tiles that are fast."""
 KINDS = (Reduction.SUM, Reduction.MAX)
@@ -31,7 +29,7 @@ KINDS = (Reduction.SUM, Reduction.MAX)
 
 def writes_partials(hw: HardwareProfile) -> bool:
     """Whether a kernel of the device reduces runs of columns in its epilogue."""
-    return hw.kind == "cuda" and hw.arch == ARCHITECTURE
+    return hw.architecture.has_wgmma
 
 
 @dataclass(frozen=True, slots=True)

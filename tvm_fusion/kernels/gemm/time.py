@@ -84,9 +84,9 @@ def mma_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterato
     from .mma import rank
 
     dtype, rate = tensor_dtype(launch, hw, policy)
-    if dtype is None or hw.arch < "sm_80" or rate not in hw.tensor_flop_per_s:
+    if dtype is None or not hw.architecture.has_mma or rate not in hw.tensor_flop_per_s:
         return
-    share = rank.SM90_SHARE if hw.arch.startswith("sm_90") else rank.PEAK_SHARE
+    share = rank.SM90_SHARE if hw.architecture.is_rated_by_wgmma else rank.PEAK_SHARE
     flops, clock = hw.tensor_flop_per_s[rate] * share / hw.num_sms, hw.clock_ghz * 1e9
     size = dtype_bytes(dtype)
     depth = max(sum(depths) for *_, depths in launch.segments) * size
@@ -123,7 +123,7 @@ def _way(launch: GemmGroup, side: int) -> tuple[Way, int]:
 def runs_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
     """Few terms, whose rows are whole pieces of 16 bytes."""
     alone = len(launch.segments) == len(launch.products) == len(launch.dtypes) == 1
-    if hw.arch < "sm_80" or not alone or not all(map(_is_static, launch.products)):
+    if not hw.architecture.has_mma or not alone or not all(map(_is_static, launch.products)):
         return
     ((batch, m, n, depths),), (dtype,) = launch.segments, launch.dtypes
     pitch, _ = launch.pitches(launch.products[0])
@@ -139,7 +139,7 @@ def runs_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterat
 def skinny_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
     """Few rows, past which weights are streamed."""
     few = launch.equal_sizes and all(m <= SKINNY_ROWS for _, m, *_ in launch.segments)
-    if hw.arch < "sm_80" or not few or not all(map(_is_static, launch.products)):
+    if not hw.architecture.has_mma or not few or not all(map(_is_static, launch.products)):
         return
     halves = all(dtype in HALF_DTYPES for dtype in launch.dtypes)
     each = [(b * n * sum(depths), m) for b, m, n, depths in launch.segments]
@@ -247,7 +247,7 @@ def predict(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> LaunchTim
         terms = {**best.terms, "direct": best.more}
         best = replace(best, seconds=best.seconds + best.more, terms=terms)
     best = _not_before(best, "scattered", launch.outputs.scattered_bytes / SCATTERED_BYTES_PER_S)
-    if hw.arch >= "sm_80":
+    if hw.architecture.has_mma:
         best = _not_before(best, "planes", launch.plane_terms / PLANE_TERMS_PER_S)
     return replace(best, counts=launch.run_counts(*best.runs))
 
@@ -265,7 +265,7 @@ def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
     batch, m, columns, k, together = launch.sizes
     maps_fit, outputs_fit = tensor_maps_fit(launch.group, launch.parts, hw)
     if (
-        hw.arch != "sm_90a"
+        not hw.architecture.has_wgmma
         or not _wgmma_takes(launch, dtype)
         or (launch.computed(0) and not launch.computes_left)
         or launch.computed(1)

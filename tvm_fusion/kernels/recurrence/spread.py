@@ -18,7 +18,6 @@ Stashing Recurrent Weights On-Chip, 2016) are such.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -150,7 +149,7 @@ def check_halves(made: Recurrence, hw: HardwareProfile) -> None:
     """Raise Unsupported where mma.m16n8k16 does not take the weights as they lie."""
     if made.dtype not in HALF_DTYPES:
         raise Unsupported(f"tensor cores for {made.dtype}")
-    if int(re.sub(r"\D", "", hw.arch) or 0) < 80:
+    if not hw.architecture.has_mma:
         raise Unsupported(f"mma.m16n8k16 on {hw.arch}")
     if made.units % TERMS:
         raise Unsupported(f"{made.units} units, no multiple of {TERMS}")

@@ -77,8 +77,10 @@ def _check(program: Program, config: RowConfig, hw: HardwareProfile) -> None:
     power_of_two = config.threads & (config.threads - 1) == 0
     if (not power_of_two and config.threads % WARP) or config.threads * config.rows % WARP:
         raise Unsupported(f"{config.rows} rows of {config.threads} threads")
-    if (config.cluster > 1 or config.form is Form.BULK) and not hw.has_clusters:
+    if config.cluster > 1 and not hw.architecture.has_clusters:
         raise Unsupported(f"{hw.arch} has no thread block clusters")
+    if config.form is Form.BULK and not hw.architecture.has_tma:
+        raise Unsupported(f"{hw.arch} has no bulk copies")
     if config.cluster > 1 and any(r.dtype != "float32" for r in program.reductions):
         raise Unsupported("clusters exchange float32 only")
 

@@ -84,8 +84,10 @@ def _check(program: Program, config: RowConfig, hw: HardwareProfile) -> None:
         raise Unsupported(f"blocks of {config.threads} threads")
     if needs_windows(program, config.width):
         raise Unsupported(f"vectors of {config.width} in rows of {program.columns}")
-    if (config.cluster > 1 or config.form is Form.BULK) and not hw.has_clusters:
+    if config.cluster > 1 and not hw.architecture.has_clusters:
         raise Unsupported(f"{hw.arch} has no thread block clusters")
+    if config.form is Form.BULK and not hw.architecture.has_tma:
+        raise Unsupported(f"{hw.arch} has no bulk copies")
     if config.cluster > 1 and any(r.dtype != "float32" for r in program.reductions):
         raise Unsupported("clusters exchange float32 only")
     if any(r.index is not None for r in program.reductions):

@@ -122,7 +122,7 @@ def _find_shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
     own = -(-fit.columns // (width * cluster * threads)) * width
     aligned = width * min(sizes, default=2) == VECTOR_BYTES
     row = read * fit.columns // cluster
-    stages = ring_stages(rows, row, threads, hw) if aligned and hw.has_clusters else 0
+    stages = ring_stages(rows, row, threads, hw) if aligned and hw.architecture.has_tma else 0
     ring = row * stages
     steps = math.log2(hw.warp_size) + 3 * (threads > hw.warp_size)
     return Shape(

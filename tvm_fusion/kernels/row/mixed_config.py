@@ -85,7 +85,7 @@ def _forms(
     """The ring, where the rows can be copied in bulk, and plain loads."""
     plain = RowConfig(Form.REGISTERS, threads, 1, width, cluster)
     row = sum(bytes_of(t.dtype) for t in program.tiles if t.per_row) * program.columns // cluster
-    if not row or not hw.has_clusters or not can_stream(program, width):
+    if not row or not hw.architecture.has_tma or not can_stream(program, width):
         return [plain]
     stages = ring_stages(program.rows[-1], row, threads, hw)
     if not stages:

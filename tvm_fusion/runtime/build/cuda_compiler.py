@@ -14,6 +14,7 @@ from pathlib import Path
 import tvm
 from tvm.support import nvcc as tvm_nvcc
 
+from ...config.architecture import read_architecture
 from ...errors import BuildError
 from .nvrtc import compile_with_nvrtc, nvrtc_version
 
@@ -45,12 +46,12 @@ class Compiler:
         if self.kind == "nvrtc":
             ptxas = (f"--ptxas-options={flag}" for flag in _ptxas_flags())
             return ("-default-device", "--device-int128", *shared, *ptxas, *_nvrtc_extra())
-        number = arch.removeprefix("sm_")
+        code = read_architecture(arch).code
         return (
             "--cubin",
             "-O3",
             "-gencode",
-            f"arch=compute_{number},code=sm_{number}",
+            f"arch=compute_{code},code=sm_{code}",
             "--expt-relaxed-constexpr",
             "--expt-extended-lambda",
             *shared,

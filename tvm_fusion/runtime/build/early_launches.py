@@ -26,11 +26,11 @@ of late launches, so neither other kernels nor a fault of early launches is rule
 from __future__ import annotations
 
 import os
-import re
 
 import tvm
 from tvm import tirx
 
+from ...config.targets import architecture_of
 from ...kernels.gpu.intrinsics import device_call
 from .lowering import COOPERATIVE, LAUNCH_PARAMS
 
@@ -38,7 +38,6 @@ VARIABLE = "TVM_FUSION_EARLY_LAUNCHES"
 DYNAMIC_SMEM = "tirx.use_dyn_shared_memory"
 """The launch parameter of a kernel with shared memory of a size that the launch tells: the last."""
 EARLY = "tirx.use_programtic_dependent_launch"
-LEAST_ARCH = 90
 
 _START = 'asm volatile("griddepcontrol.wait;\\n griddepcontrol.launch_dependents;" ::: "memory");'
 
@@ -52,8 +51,7 @@ def launched_early(kernels: tvm.IRModule, target: tvm.target.Target) -> tvm.IRMo
     """Lowered kernels that are launched early and wait; the same on devices that cannot, and where
     they are not to.
     """
-    arch = re.match(r"sm_(\d+)", str(target.attrs.get("arch", "")))
-    if arch is None or int(arch[1]) < LEAST_ARCH or not launches_early():
+    if not launches_early() or not architecture_of(target).has_dependent_launch:
         return kernels
     functions = {gvar: _early(func) for gvar, func in kernels.functions_items()}
     return tvm.IRModule(functions, attrs=kernels.attrs)

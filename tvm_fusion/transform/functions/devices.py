@@ -15,7 +15,7 @@ import tvm
 from tvm import relax
 
 from ...config import HardwareProfile, resolve_target
-from ...config.targets import generation
+from ...config.targets import architecture_of
 from ...errors import TargetError
 
 logger = logging.getLogger(__name__)
@@ -150,4 +150,4 @@ def _code(target: tvm.target.Target) -> str:
     """What code is made for: the kind, and on a GPU its generation."""
     if target.kind.name != "cuda":
         return target.kind.name
-    return f"cuda {generation(str(target.attrs.get('arch', '')))}"
+    return f"cuda sm_{architecture_of(target).number}"

@@ -8,7 +8,6 @@ A batch axis is divided where keys and values are the same for neighbouring poin
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -96,8 +95,7 @@ def read_decode(attention: Attention, hw: HardwareProfile) -> DecodeProblem:
         For a device before sm_80, operands that are not plain half-precision tensors contiguous
         along the head, or too many queries.
     """
-    match = re.match(r"sm_(\d+)", hw.arch)
-    if match is None or int(match.group(1)) < 80:
+    if not hw.architecture.has_mma:
         raise Unsupported(f"decode attention is for sm_80 and later, not {hw.arch}")
     if attention.operand_dtype not in HALF_DTYPES:
         raise Unsupported(f"decode attention of {attention.operand_dtype} operands")

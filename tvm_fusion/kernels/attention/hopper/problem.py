@@ -20,8 +20,6 @@ from ..read.model import Attention
 from ..tiled.tiles import TiledAttention, logit_scale
 from .config import BOX, MAX_FEATURES, WGMMA_TERMS, boxes_of
 
-ARCHITECTURE = "sm_90a"
-
 # Terms and features of a tensor whose rows the TMA can address.
 UNIT = 8
 
@@ -100,7 +98,7 @@ def read_attention(attention: Attention, hw: HardwareProfile) -> HopperAttention
         For another architecture or dtype, operands that are computed or that no tensor map
         expresses, symbolic or large heads.
     """
-    if hw.arch != ARCHITECTURE:
+    if not hw.architecture.has_wgmma:
         raise Unsupported(f"{hw.arch} has no wgmma")
     terms, features = attention.D, attention.E
     for size, name in ((terms, "terms"), (features, "features")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from ....config import HardwareProfile
@@ -15,8 +14,6 @@ from ..tiled.points import Formulas, read_formulas, registers_of_score
 from ..tiled.source import Source, read_source
 from ..tiled.tiles import TiledAttention, TiledPlan, logit_scale, loop_parts
 from .config import MAX_HEAD, OFFSET_REGISTERS, UNIT, AttentionMmaConfig, Layout, resident_blocks
-
-FIRST_ARCHITECTURE = 80
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +52,7 @@ def read_mma_attention(attention: Attention, hw: HardwareProfile) -> MmaAttentio
         For a device before sm_80, other dtypes, operands that are computed or not contiguous along
         the head, symbolic or large heads.
     """
-    match = re.match(r"sm_(\d+)", hw.arch)
-    if match is None or int(match.group(1)) < FIRST_ARCHITECTURE:
+    if not hw.architecture.has_mma:
         raise Unsupported(f"mma.sync attention is for sm_80 and later, not {hw.arch or hw.name}")
     if attention.operand_dtype not in (*HALF_DTYPES, "float32"):
         raise Unsupported(f"operands of {attention.operand_dtype}, not of 16 or 32 bits")

@@ -31,8 +31,6 @@ from .problem import read_problems
 from .producer import emit_producer
 from .state import Hopper, allocate, encode_maps, initialise_barriers, set_registers
 
-ARCHITECTURE = "sm_90a"
-
 
 def hopper_ranked(
     contraction: Contraction, hw: HardwareProfile, policy: Policy | None = None
@@ -133,7 +131,7 @@ def _problems(contraction: Contraction, hw: HardwareProfile) -> dict[int, Hopper
 
 def check_architecture(hw: HardwareProfile) -> None:
     """Raises Unsupported for a device without wgmma."""
-    if hw.arch != ARCHITECTURE:
+    if not hw.architecture.has_wgmma:
         raise Unsupported(f"{hw.arch} has no wgmma")
 
 

@@ -156,7 +156,7 @@ def read_mma(contraction: Contraction, hw: HardwareProfile, tf32: bool) -> tuple
         A device without cp.async, operands whose dtypes mma.sync does not take, or reductions of
         rows that are no 16 of a warp's.
     """
-    if hw.kind != "cuda" or _capability(hw) < 80:
+    if not (hw.architecture.has_cp_async and hw.architecture.has_mma):
         raise Unsupported(f"{hw.arch} has no cp.async")
     contraction = in_pairs(contraction, _pair_size)
     return tuple(_segment(contraction, s, hw, tf32) for s in contraction.segments)
@@ -165,10 +165,6 @@ def read_mma(contraction: Contraction, hw: HardwareProfile, tf32: bool) -> tuple
 def _pair_size(segment: Segment) -> int:
     """How far apart a thread's columns of a pair are to be: groups of 8, or neighbours."""
     return GROUP if segment.partners.distance % GROUP == 0 else 1
-
-
-def _capability(hw: HardwareProfile) -> int:
-    return int("".join(c for c in hw.arch.removeprefix("sm_") if c.isdigit()) or 0)
 
 
 def _segment(
@@ -231,7 +227,7 @@ def _dtypes(product: Product, hw: HardwareProfile, tf32: bool) -> tuple[str, str
     if product.dtype != "float32":
         raise Unsupported(f"sums in {product.dtype}")
     if all(dtype in FLOAT8_DTYPES for dtype in plain):
-        if _capability(hw) < 89:
+        if not hw.architecture.has_float8_mma:
             raise Unsupported(f"{hw.arch} has no 8-bit floats")
         return plain[0], plain[1]
     read = {d for x in (product.a, product.b) for d in _loaded(x) if not is_integer(d)}

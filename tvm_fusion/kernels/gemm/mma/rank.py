@@ -263,7 +263,7 @@ def _step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
     clock = hw.clock_ghz * 1e9
     dtype = "tfloat32" if loop.a.dtype == "float32" else loop.a.dtype.replace("uint8", "int8")
     rate = hw.tensor_flop_per_s.get(dtype, hw.tensor_flop_per_s.get("float16", hw.fma_per_s_f32))
-    rate *= (SM90_SHARE if hw.arch.startswith("sm_90") else PEAK_SHARE) / hw.num_sms
+    rate *= (SM90_SHARE if hw.architecture.is_rated_by_wgmma else PEAK_SHARE) / hw.num_sms
     terms = c.step_bytes // loop.a.element
     flop = 2.0 * c.block_m * c.block_n * terms * len(loop.products)
     # Few warps leave tensor cores idle: each multiprocessor has four.

@@ -53,7 +53,7 @@ def rank_runs(problem: Runs, hw: HardwareProfile) -> Ranked:
     Unsupported
         A device without cp.async, or no tile fits.
     """
-    if hw.kind != "cuda" or hw.arch < "sm_80":
+    if not (hw.architecture.has_cp_async and hw.architecture.has_mma):
         raise Unsupported(f"{hw.arch} has no cp.async")
     found = []
     for config in _candidates(problem):

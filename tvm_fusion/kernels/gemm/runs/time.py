@@ -123,7 +123,7 @@ def _loads_of_elements(problem: Runs) -> float:
 def _flops_per_cycle(dtype: str, hw: HardwareProfile) -> float:
     """Of a multiprocessor."""
     rate = hw.tensor_flop_per_s.get(dtype, hw.fma_per_s_f32)
-    rate *= SM90_SHARE if hw.arch.startswith("sm_90") else PEAK_SHARE
+    rate *= SM90_SHARE if hw.architecture.is_rated_by_wgmma else PEAK_SHARE
     return rate / hw.num_sms / (hw.clock_ghz * 1e9)
 
 

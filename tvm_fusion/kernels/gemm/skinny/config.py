@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 from ....config import HardwareProfile
@@ -112,8 +111,7 @@ class SkinnyConfig:
 
 def check_problem(contraction: Contraction, hw: HardwareProfile) -> None:
     """Raises Unsupported for what no configuration computes."""
-    match = re.match(r"sm_(\d+)", hw.arch)
-    if match is None or int(match.group(1)) < 80:
+    if not hw.architecture.has_mma:
         raise Unsupported(f"the skinny form is for sm_80 and later, not {hw.arch}")
     if not contraction.is_static:
         raise Unsupported("the skinny form needs static sizes")
