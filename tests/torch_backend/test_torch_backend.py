@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tvm_fusion.torch_backend as torch_backend
 from tvm_fusion.errors import BuildError, ConfigError, FrontendError
-from tvm_fusion.torch_backend import aten_graphs
+from tvm_fusion.flow import plan_cache
+from tvm_fusion.torch_backend import aten_graphs, graph_calls
 from tvm_fusion.torch_backend import part_calls as calls
 
 from ..support.fake_cuda_graph import capture_on_cpu
@@ -213,6 +214,23 @@ def test_weights_that_are_written_to_are_seen(modules):
         model.load_state_dict({k: v + 0.1 for k, v in model.state_dict().items()})
         check(run, model, x)
     assert len(modules) == 3  # constants twice, then inputs
+
+
+def test_weights_whose_memory_is_exchanged_are_seen(modules):
+    model, x = mlp(), torch.randn(3, 8)
+    run = compiled(model)
+    for _ in range(2):
+        check(run, model, x)
+        model[0].weight.data = torch.randn(16, 8)
+    check(run, model, x)
+    model.half().float()  # rounds, in memory of its own
+    check(run, model, x)
+    with torch.inference_mode():
+        model = mlp()
+        run = compiled(model)
+        check(run, model, x)
+        model[3].bias.data = torch.randn(5)
+        check(run, model, x)
 
 
 def test_frozen_weights_are_not_looked_at(modules):
@@ -662,6 +680,69 @@ def test_a_part_that_does_not_compile_runs_in_torch(monkeypatch):
         compiled(model, strict=True)(x)
 
 
+@pytest.mark.parametrize(
+    ("where", "name"), [(graph_calls, "partitioned"), (torch_backend, "traced")]
+)
+def test_an_error_of_ours_leaves_the_graph_to_torch(where, name, monkeypatch):
+    def broken(*_args, **_options):
+        raise KeyError("of ours")
+
+    monkeypatch.setenv(plan_cache.VARIABLE, "0")
+    monkeypatch.setattr(where, name, broken)
+    model, x = mlp(), torch.randn(3, 8)
+    run = compiled(model)
+    with pytest.warns(UserWarning, match="a graph runs in eager mode: KeyError: 'of ours'"):
+        torch.testing.assert_close(run(x), model(x))
+    check(run, model, x)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="of ours"):
+        compiled(model, strict=True)(x)
+
+
+def test_a_call_that_fails_is_done_in_torch_and_so_are_later_ones(modules, monkeypatch):
+    def function(x, cache, at):
+        return cache.index_copy_(0, at, x.exp()), x.softmax(-1)
+
+    def broken(*_):
+        raise BuildError("no memory")
+
+    run, x, at = compiled(function), torch.randn(2, 4), torch.tensor([3, 1])
+    check(run, function, x, torch.zeros(5, 4), at)
+    monkeypatch.setattr(type(modules[0]), "call_with", broken)
+    ours, theirs = torch.zeros(5, 4), torch.zeros(5, 4)
+    with pytest.warns(UserWarning, match="part of 3 operators runs in torch: no memory"):
+        given = run(x, ours, at)
+    torch.testing.assert_close(given, function(x, theirs, at))
+    torch.testing.assert_close(ours, theirs)
+    check(run, function, x, ours, at)
+    assert len(modules) == 1
+
+
+def test_an_index_out_of_range_is_the_callers_error(modules):
+    model = nn.Embedding(4, 8)
+    run = compiled(model)
+    check(run, model, torch.tensor([1, 3]))
+    with pytest.raises(IndexError):
+        run(torch.tensor([1, 9]))
+    check(run, model, torch.tensor([0, 2]))
+    assert len(modules) == 1
+
+
+def test_a_report_that_cannot_be_handed_over_costs_no_part(modules, tmp_path):
+    def broken(_report):
+        raise ValueError("not mine")
+
+    (tmp_path / "file").write_text("")
+    for report, why in ((broken, "ValueError: not mine"), (tmp_path / "file" / "x", "Error: ")):
+        torch._dynamo.reset()
+        model, x = mlp(), torch.randn(3, 8)
+        run = compiled(model, report=report)
+        with pytest.warns(UserWarning, match=f"option report: graph[0-9]+_part0: .*{why}"):
+            torch.testing.assert_close(run(x), model(x))
+        check(run, model, x)
+    assert len(modules) == 2
+
+
 def test_two_models_in_two_threads_are_right():
     models = [mlp(), mlp()]
     runs = [compiled(model) for model in models]
@@ -749,6 +830,12 @@ def test_options_reach_the_compiler(modules):
         ({"strict": 1}, "option strict=1 is none of True or False"),
         ({"verify": "all"}, "option verify='all' is none of None, True, False, 'full', 'groups'"),
         ({"report": 3}, "option report=3 is none of a callable, a folder or None"),
+        ({"policy": "exat"}, "option policy: unknown policy 'exat'"),
+        (
+            {"policy": 3},
+            "option policy: a policy is a name, a path, a mapping or a Policy, not int",
+        ),
+        ({"database": "missing"}, "option database='missing' is none of a folder that `tune` made"),
     ],
 )
 def test_bad_options_are_errors(options, message):

@@ -150,6 +150,9 @@ def load_policy(policy: str | Path | Mapping[str, Any] | Policy | None = None) -
         return _policy({"name": "custom", **given}, "policy", _base_policy(), strict=False)
     if policy is None:
         policy = "default"
+    if not isinstance(policy, str | Path):
+        kind = type(policy).__name__
+        raise ConfigError(f"a policy is a name, a path, a mapping or a Policy, not {kind}")
     if _is_path(policy):
         file = _existing(policy)
         return _policy(read_toml(file), str(file), _base_policy(), strict=True)

@@ -28,8 +28,10 @@ from typing import Any
 from tvm_fusion.host.collector import others_set_aside, uncollected
 
 with uncollected():  # Dynamo and ours are hundreds of thousands of objects, none of them garbage
+    from torch._dynamo.exc import TorchDynamoException
+
     from tvm_fusion.torch_backend.aten_graphs import traced
-    from tvm_fusion.torch_backend.graph_calls import GraphCalls
+    from tvm_fusion.torch_backend.graph_calls import GraphCalls, tell_of_eager
     from tvm_fusion.torch_backend.kept_graphs import Place
     from tvm_fusion.torch_backend.options import BackendOptions
     from tvm_fusion.torch_backend.part_reports import PartReport
@@ -87,17 +89,32 @@ def backend(
             stacklevel=2,
         )
         return graph.forward
-    with others_set_aside():
-        place = Place.of(graph, example_inputs)
-        kept = None if place is None else place.found()
-        if kept is not None:
-            return kept.returning(GraphCalls(kept, kept.static, wanted))
-        return traced(
-            graph,
-            example_inputs,
-            lambda aten, static: GraphCalls(aten, static, wanted, place),
-            None if place is None else place.traced,
-        )
+    try:
+        with others_set_aside():
+            return _calls(graph, example_inputs, wanted)
+    except TorchDynamoException:  # asks for another graph
+        raise
+    except Exception as error:
+        if wanted.strict:
+            raise
+        tell_of_eager(error)
+        return graph.forward
+
+
+def _calls(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], wanted: BackendOptions
+) -> Callable[..., Any]:
+    """What compiles the graph in its first call."""
+    place = Place.of(graph, inputs)
+    kept = None if place is None else place.found()
+    if kept is not None:
+        return kept.returning(GraphCalls(kept, kept.static, wanted))
+    return traced(
+        graph,
+        inputs,
+        lambda aten, static: GraphCalls(aten, static, wanted, place),
+        None if place is None else place.traced,
+    )
 
 
 def _register() -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 from torch._guards import CompileContext
 
-from tvm_fusion.errors import FrontendError
+from tvm_fusion.errors import ConfigError, FrontendError, TargetError
+from tvm_fusion.frontends.finish import first_line
 from tvm_fusion.frontends.torch.refusals import OperatorsRefused, listed
 from tvm_fusion.host.collector import others_set_aside
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
@@ -50,9 +51,22 @@ class GraphCalls:
         run = self._run
         if run is None:
             with self._lock, others_set_aside():
-                run = self._run = self._run or self._made(inputs)
+                run = self._run = self._run or self._made_or_torch(inputs)
                 return run(inputs)
         return run(inputs)
+
+    def _made_or_torch(self, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        """What runs the graph: its parts, or where they cannot be made torch, once named."""
+        try:
+            return self._made(inputs)
+        except (ConfigError, TargetError):
+            raise
+        except Exception as error:
+            if self._options.strict:
+                raise
+            tell_of_eager(error)
+        whole = self._graph if isinstance(self._graph, fx.GraphModule) else self._graph.graph
+        return lambda given: whole.forward(*given)
 
     def _made(self, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Cut the graph, import its parts, and have it call them."""
@@ -135,6 +149,12 @@ class GraphCalls:
                 "with other operators, or leave the option strict out"
             )
         warnings.warn(f"tvm_fusion: {text}: {'; '.join(lines)}", stacklevel=2)
+
+
+def tell_of_eager(error: Exception) -> None:
+    """Warn that a graph runs in torch because of an error that is not the caller's."""
+    why = f"{type(error).__name__}: {first_line(error)}"
+    warnings.warn(f"tvm_fusion: a graph runs in eager mode: {why}", stacklevel=2)
 
 
 def _text(cut: Partition) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tvm_fusion.compilation.compiler import VERIFY
+from tvm_fusion.config import load_policy
 from tvm_fusion.errors import ConfigError
 from tvm_fusion.runtime.graphs.capture_rules import CudaGraphOptions
 
@@ -27,8 +28,8 @@ class BackendOptions:
         Capture whole calls, on a GPU.
     frozen : bool
         The weights never change: calls do not look whether they did. Without it, a graph is
-        compiled again after a weight was replaced or written to (through `weight.data` nobody can
-        tell).
+        compiled again after a weight was replaced, written to or given other memory (what is
+        written into `weight.data`, or into weights made under `inference_mode`, nobody can tell).
     strict : bool
         An operator that is not compiled is an error, which ends the run; without it, it runs in
         torch, and a warning names it.
@@ -91,6 +92,12 @@ class BackendOptions:
                 raise _wrong(name, getattr(self, name), "True or False")
         if self.verify not in (None, *VERIFY):
             raise _wrong("verify", self.verify, ", ".join(map(repr, (None, *VERIFY))))
+        try:
+            load_policy(self.policy)
+        except ConfigError as why:
+            raise ConfigError(f"torch.compile, backend tvm_fusion: option policy: {why}") from why
+        if not (self.database is None or _is_database(self.database)):
+            raise _wrong("database", self.database, "a folder that `tune` made, a TuningDatabase")
         if not (self.report is None or callable(self.report) or _is_path(self.report)):
             raise _wrong("report", self.report, "a callable, a folder or None")
 
@@ -109,3 +116,7 @@ def _wrong(name: str, value: Any, allowed: str) -> ConfigError:
 
 def _is_path(value: Any) -> bool:
     return isinstance(value, str | Path)
+
+
+def _is_database(value: Any) -> bool:
+    return Path(value).is_dir() if _is_path(value) else hasattr(value, "stores")

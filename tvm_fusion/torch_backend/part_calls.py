@@ -17,7 +17,7 @@ from tvm.ir import IRModule
 
 from tvm_fusion.compilation import compiler
 from tvm_fusion.config import resolve_target
-from tvm_fusion.errors import ConfigError, TargetError
+from tvm_fusion.errors import ConfigError, DividedByZero, OutOfRange, TargetError
 from tvm_fusion.frontends.torch.graphs import from_graph
 from tvm_fusion.frontends.torch.refusals import OperatorsRefused
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
@@ -28,6 +28,7 @@ from tvm_fusion.transform.layouts.memory_formats import takes_formats
 
 _log = logging.getLogger(__name__)
 _version = operator.attrgetter("_version")  # rises when a tensor is written to
+_place = torch.Tensor.data_ptr  # is another one after `weight.data = other`
 
 MAX_BUILDS = 16  # of one part, for different weights, numbers and (where static) shapes; all
 # others run in torch
@@ -101,9 +102,31 @@ class PartCalls:
             with self._lock:
                 build = self._find(inputs)
         run = build.run
-        results = self._part(*inputs) if run is None else run.call_with(inputs)
+        if run is None:
+            results = self._part(*inputs)
+        else:
+            try:
+                results = run.call_with(inputs)
+            except (DividedByZero, OutOfRange):  # of the caller's, and torch has the same
+                raise
+            except Exception as error:
+                results, run = self._failed_call(build, inputs, error), None
         if self._updates:
             self._update(inputs, results, () if run is None else run.in_place)
+        return results
+
+    def _failed_call(
+        self, build: "_Build", inputs: Sequence[Any], error: Exception
+    ) -> tuple[Any, ...]:
+        """The results of a call that did not succeed, from torch, as those of later calls are.
+        What was written in place is written again: its old values are not read.
+        """
+        if self._options.strict:
+            raise error
+        results = self._part(*inputs)
+        with self._lock:
+            others = [b for b in self._builds if b is not build]
+            self._builds = [*others, self._failed(inputs, error)]
         return results
 
     def _update(
@@ -233,16 +256,18 @@ class PartCalls:
         keeps = keep_symbols and run is not None
         conditions = self._numbers or self._shapes_of
         weights = self._weights if run is not None else ()
-        frozen = self._options.frozen
-        watched = {i: inputs[i] for i in weights if not (frozen or inputs[i].is_inference())}
+        watched = {} if self._options.frozen else {i: inputs[i] for i in weights}
+        versioned = {i: x for i, x in watched.items() if not x.is_inference()}
         return _Build(
             run,
             bool(weights or (conditions and not keeps)),
             weights,
             picker(weights),
             [inputs[i] for i in weights],
+            versioned,
+            list(map(_version, versioned.values())),
             watched,
-            list(map(_version, watched.values())),
+            list(map(_place, watched.values())),
             [] if keeps else [(i, inputs[i]) for i in self._numbers],
             [] if keeps else [(i, inputs[i].shape) for i in self._shapes_of],
         )
@@ -263,10 +288,14 @@ class _Build:
     pick : callable
         Takes these of all inputs.
     weights : list of torch.Tensor
-    watched : dict of int to torch.Tensor
+    versioned : dict of int to torch.Tensor
         The weights that may be written to and whose versions say so, by input.
     versions : list of int
         Theirs.
+    watched : dict of int to torch.Tensor
+        The weights that may be given other memory, by input.
+    places : list of int
+        Where theirs is.
     values : list of (input, number)
     shapes : list of (input, torch.Size)
         Empty where all that Dynamo lets pass will do.
@@ -277,8 +306,10 @@ class _Build:
     numbers: tuple[int, ...]
     pick: Callable[[Sequence[Any]], Sequence[Any]]
     weights: list[torch.Tensor]
-    watched: dict[int, torch.Tensor]
+    versioned: dict[int, torch.Tensor]
     versions: list[int]
+    watched: dict[int, torch.Tensor]
+    places: list[int]
     values: list[tuple[int, Any]]
     shapes: list[tuple[int, torch.Size]]
 
@@ -286,16 +317,21 @@ class _Build:
         """Whether it is right for these inputs."""
         if self.numbers and not all(map(operator.is_, self.pick(inputs), self.weights)):
             return False
-        if self.watched and list(map(_version, self.watched.values())) != self.versions:
+        if self.versioned and list(map(_version, self.versioned.values())) != self.versions:
+            return False
+        if self.watched and list(map(_place, self.watched.values())) != self.places:
             return False
         if self.values and any(inputs[i] != value for i, value in self.values):
             return False
         return not self.shapes or all(inputs[i].shape == shape for i, shape in self.shapes)
 
     def changed(self) -> set[int]:
-        """The weights that were written to."""
-        pairs = zip(self.watched.items(), self.versions, strict=True)
-        return {number for (number, weight), version in pairs if weight._version != version}
+        """The weights that were written to, or have other memory."""
+        written = zip(self.versioned.items(), self.versions, strict=True)
+        moved = zip(self.watched.items(), self.places, strict=True)
+        return {number for (number, weight), version in written if _version(weight) != version} | {
+            number for (number, weight), place in moved if _place(weight) != place
+        }
 
 
 class _Run:

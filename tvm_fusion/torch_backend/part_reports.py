@@ -2,6 +2,7 @@
 
 import json
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from torch._guards import CompileId
 from torch._logging import trace_structured
 
+from tvm_fusion.frontends.finish import first_line
 from tvm_fusion.plan.plan import FusionPlan
 from tvm_fusion.report.screen import Report
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
@@ -83,6 +85,14 @@ def tell(
     trace(f"{report.name}_report", lambda: json.dumps(report.to_json()), compile_id, "json")
     trace(f"{report.name}_plan", lambda: json.dumps(report.plan.to_json()), compile_id, "json")
     trace(f"{report.name}_kernels", report.kernels, compile_id)
+    try:
+        _hand_over(report, to)
+    except Exception as error:  # the user's function, or a folder: the part is as good without
+        why = f"{type(error).__name__}: {first_line(error)}"
+        warnings.warn(f"tvm_fusion: option report: {report.name}: {why}", stacklevel=2)
+
+
+def _hand_over(report: PartReport, to: Callable[[PartReport], Any] | str | Path | None) -> None:
     if to is None:
         return
     if callable(to):
