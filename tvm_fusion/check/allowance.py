@@ -42,7 +42,7 @@ from .bounds.rounded_products import operands_in
 from .bounds.roundings import equated, rounded
 from .plain import LLVM, plain_build
 from .reference import build_reference, runner
-from .rules import TOLERANCES, name_of, namespace, wide
+from .rules import TOLERANCES, name_of, namespace, pieces, wide
 
 logger = logging.getLogger(__name__)
 
@@ -275,8 +275,16 @@ def _built(
 
 
 def no_bounds(outputs: Iterable[Any]) -> list[Any]:
-    """Bounds of outputs that roundings leave as they are."""
-    return [_change(output, output) for output in outputs]
+    """Bounds of outputs that roundings leave as they are: one number that is seen everywhere."""
+    return [_nothing(output) for output in outputs]
+
+
+def _nothing(output: Any) -> Any:
+    zero = 0.0 if _is_float(output) else False
+    if namespace(output) is np:
+        return np.broadcast_to(np.asarray(zero), output.shape)
+    dtype = namespace(output).float64 if _is_float(output) else namespace(output).bool
+    return output.new_full((), zero, dtype=dtype).expand(output.shape)
 
 
 def bounds_of(run: Run, rounds: bool = True) -> tuple[list[Any], list[Any]]:
@@ -317,7 +325,15 @@ def _change(given: Any, reference: Any) -> Any:
     """|given - reference| where both are finite floats, 0 elsewhere; whether integers differ."""
     if not _is_float(reference):
         return given != reference
-    given, reference = wide(given), wide(reference)
+    given, reference = wide(given).reshape(-1), wide(reference)
+    flat, shape = reference.reshape(-1), reference.shape
+    out = np.empty(len(flat)) if namespace(flat) is np else flat.new_empty(len(flat))
+    for own in pieces(len(flat)):
+        out[own] = _distance(given[own], flat[own])
+    return out.reshape(shape)
+
+
+def _distance(given: Any, reference: Any) -> Any:
     xp = namespace(reference)
     both = xp.isfinite(given) & xp.isfinite(reference)
     zero = xp.zeros_like(reference)

@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Any
 
-from .rules import name_of, namespace, wide
+from .rules import name_of, namespace, pieces, wide
 
 # Of what rounds differently in another order of operations; another function is further off.
 ROUNDINGS = {"float64": 1e-7, "float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
@@ -33,17 +33,24 @@ def distance(given: Any, expected: Any) -> float:
         return 0.0
     if "float" not in name_of(expected.dtype):
         return int((given != expected).sum()) / len(expected.reshape(-1))
+    given, expected = given.reshape(-1), expected.reshape(-1)
+    found = [_distance(given[own], expected[own]) for own in pieces(len(expected))]
+    off, scale = (max(each) for each in zip(*found, strict=True))
+    return off / (scale or 1.0)
+
+
+def _distance(given: Any, expected: Any) -> tuple[float, float]:
+    """The largest difference, infinite where one alone is no number, and the largest number."""
     given, expected = wide(given), wide(expected)
     xp = namespace(expected)
     finite = xp.isfinite(expected)
     same = (given == expected) | finite | (xp.isnan(given) & xp.isnan(expected))
     if not bool(same.all()):
-        return math.inf
+        return math.inf, 0.0
     zero = xp.zeros_like(expected)
     given, expected = xp.where(finite, given, zero), xp.where(finite, expected, zero)
-    scale = float(xp.abs(expected).max()) or 1.0
     off = float(xp.abs(given - expected).max())
-    return (math.inf if math.isnan(off) else off) / scale
+    return (math.inf if math.isnan(off) else off), float(xp.abs(expected).max())
 
 
 def error_of(given: Any, expected: Any) -> float:

@@ -88,7 +88,7 @@ def kernels_checked(made: BuiltPlan) -> Checked | None:
     try:
         with stage("running the module"):
             drawn = [drawn_inputs(mod, number, low) for number in range(draw_count(low))]
-            seen = _seen(made.built, drawn, cases)
+            seen = _seen(made.built, drawn, cases, calls)
     except (OutOfRange, DividedByZero) as error:
         logger.info("kernels are not checked one by one: %s", error)
         return None
@@ -117,8 +117,7 @@ def _judged(
 ) -> Verification:
     """The verdict on one call of a kernel."""
     values = [
-        _constant(e) if isinstance(e, tvm.ir.GenericConst) else x
-        for e, x in zip(call.arguments, taken, strict=True)
+        _constant(e) if _is_constant(e) else x for e, x in zip(call.arguments, taken, strict=True)
     ]
     main = case.alone["main"]
     values = _parts(values, [p.ty for p in main.params])
@@ -219,6 +218,10 @@ def _function_alone(low: tvm.IRModule, name: str, call: _Call) -> tvm.IRModule |
             result = builder.emit_output(again)
         builder.emit_func_output(result)
     return tvm.IRModule({gvar: low[gvar], tvm.ir.GlobalVar("main"): builder.get()["main"]})
+
+
+def _is_constant(argument: relax.Expr) -> bool:
+    return isinstance(argument, tvm.ir.GenericConst)
 
 
 def _constant(constant: tvm.ir.GenericConst) -> Any:
@@ -327,19 +330,26 @@ def _only_moves(call: Call) -> bool:
 
 
 def _seen(
-    built: Built, inputs: Sequence[Sequence[Any]], cases: Mapping[str, _Case]
+    built: Built,
+    inputs: Sequence[Sequence[Any]],
+    cases: Mapping[str, _Case],
+    calls: Mapping[str, _Call],
 ) -> dict[str, list[tuple[int, Arrays, Arrays]]] | None:
-    """Of each kernel what its first call took and gave, on each of some inputs by number; None
-    where that is not tensors alone.
+    """Of each kernel what its first call took (None for constants) and gave, on each of some inputs
+    by number; None where that is not tensors alone.
     """
     taken: dict[str, Arrays] = {}
     given: dict[str, Arrays] = {}
+    varies = {n: [not _is_constant(e) for e in calls[n].arguments] for n in cases}
 
     def look(_function: Any, name: str, before: bool, _result: Any, *arguments: Any) -> int:
         if name in cases and name not in given:
             case = cases[name]
             if before:
-                taken[name] = _copied(arguments[: case.count])
+                own = arguments[: case.count]
+                taken[name] = _copied(
+                    [x if v else None for x, v in zip(own, varies[name], strict=True)]
+                )
             elif case.results is None:
                 given[name] = _copied(arguments[case.count :])
             else:
@@ -353,7 +363,9 @@ def _seen(
         given.clear()
         run(values)
         for name in cases:
-            if name not in given or any(x is None for x in (*taken[name], *given[name])):
+            if name not in given or any(x is None for x in given[name]):
+                return None
+            if any(x is None and v for x, v in zip(taken[name], varies[name], strict=True)):
                 return None
             found[name].append((number, taken[name], given[name]))
     return found

@@ -31,6 +31,7 @@ Element by element, outside of those numbers:
 
 import math
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ SAFETY = 2.0
 # Terms that cancel make more of roundings than any ceiling, and are right; where roundings grow
 # much more (1 / x near 0), an output says nothing.
 BEYOND = 8.0
+PIECE = 1 << 22  # elements that are judged at a time: 32 MB of float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,13 @@ def as_tensor(value: Any) -> Any:
     return torch.from_numpy(array)
 
 
+def pieces(size: int) -> Iterator[slice]:
+    """The elements of an array that are computed with at a time: what is made of them on the way
+    takes several times their memory.
+    """
+    return (slice(first, min(first + PIECE, size)) for first in range(0, size, PIECE))
+
+
 def like(value: Any, other: Any) -> Any:
     """An array, or a tensor of torch, as the other one is: on the host, or on a device."""
     torch = sys.modules.get("torch")
@@ -237,17 +246,15 @@ def _check_floats(
     bound: Any,
     ceiling: bool,
 ) -> OutputCheck:
-    xp = namespace(reference)
     is_alone = plain is None
-    given, ref = wide(given), wide(reference)
-    plain = xp.full_like(ref, math.nan) if is_alone else wide(plain)
-    ordinary = xp.abs(ref) <= own.largest  # false for nan
-    same = (given == plain) | (xp.isnan(given) & xp.isnan(plain) & (not is_alone))
-    accepted = _accepted(given, same, ref, ordinary, own)
-    scale = _largest(xp.abs(ref), ordinary) or 1.0
-    plain_error, _ = _error(plain, ref, ordinary & xp.isfinite(plain), scale)
-    error, worst = _error(given, ref, ordinary & xp.isfinite(given), scale)
-    roundings = 0.0 if bound is None else _largest(bound, ordinary) / scale
+    whole = _Pieces((given, plain, reference, bound), own)
+    scale = _most(piece.largest(abs(piece.ref)) for _, piece in whole) or 1.0
+    roundings = 0.0
+    if bound is not None:
+        roundings = _most(piece.largest(piece.bound) for _, piece in whole) / scale
+    found = [_judged(piece, scale, first) for first, piece in whole]
+    plain_error = max((one.plain_error for one in found), default=0.0)
+    error, worst = max(((f.error, f.worst) for f in found), key=_first_of, default=(0.0, None))
     if bound is not None:
         allowed = SAFETY * roundings
     else:
@@ -258,15 +265,94 @@ def _check_floats(
     elif ceiling or bound is None:
         limit = min(limit, max(most, min(roundings, BEYOND * most)))
     limit = max(limit, own.least / scale)
-    if not accepted.all():
-        worst, error = _first(~accepted), math.inf
+    refused = next((f.refused for f in found if f.refused is not None), None)
+    if refused is not None:
+        worst, error = refused, math.inf
+    at = None if worst is None else _index(worst, reference.shape)
     passed = error <= limit
     why = "" if passed else f"error {error:.2e} above {limit:.2e}"
     if not passed:
-        beside = "" if is_alone else f", plain {plain[worst]:.9g} ({plain_error:.2e})"
-        why += f"; at {list(worst)}: {given[worst]:.9g}{beside}, float64 {ref[worst]:.9g}"
-    not_finite = int((~xp.isfinite(ref)).sum()) / max(1, len(ref.reshape(-1)))
-    return OutputCheck(passed, error, plain_error, limit, worst, why, not_finite)
+        beside = "" if is_alone else f", plain {float(plain[at]):.9g} ({plain_error:.2e})"
+        why += (
+            f"; at {list(at)}: {float(given[at]):.9g}{beside}, float64 {float(reference[at]):.9g}"
+        )
+    not_finite = sum(f.not_finite for f in found) / max(1, math.prod(reference.shape))
+    return OutputCheck(passed, error, plain_error, limit, at, why, not_finite)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Neighbouring elements of an output, in float64; `ordinary` is where an error can be told."""
+
+    given: Any
+    plain: Any
+    ref: Any
+    bound: Any
+    own: Tolerance
+    ordinary: Any
+
+    def largest(self, values: Any) -> float:
+        """The largest of the values, where an error can be told."""
+        return _largest(values, self.ordinary)
+
+
+class _Pieces:
+    """An output, the plain one, the reference and bounds, as far as there are any, by `pieces`."""
+
+    def __init__(self, arrays: tuple[Any, Any, Any, Any], own: Tolerance) -> None:
+        self._arrays = [None if x is None else x.reshape(-1) for x in arrays]
+        self._own, self._size = own, math.prod(arrays[2].shape)
+        self._kept = list(self._made()) if self._size <= PIECE else None
+
+    def __iter__(self) -> Iterator[tuple[int, _Piece]]:
+        return self._made() if self._kept is None else iter(self._kept)
+
+    def _made(self) -> Iterator[tuple[int, _Piece]]:
+        for own in pieces(self._size):
+            given, plain, ref, bound = (None if x is None else x[own] for x in self._arrays)
+            ref = wide(ref)
+            plain = None if plain is None else wide(plain)
+            ordinary = abs(ref) <= self._own.largest  # false for nan
+            yield own.start, _Piece(wide(given), plain, ref, bound, self._own, ordinary)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What was found of a piece: errors, the place of the largest in the whole, the first place
+    that is refused, and how many numbers are not finite.
+    """
+
+    error: float
+    worst: int | None
+    plain_error: float
+    refused: int | None
+    not_finite: int
+
+
+def _judged(piece: _Piece, scale: float, first: int) -> _Judged:
+    xp, is_alone = namespace(piece.ref), piece.plain is None
+    given, ref, ordinary = piece.given, piece.ref, piece.ordinary
+    plain = xp.full_like(ref, math.nan) if is_alone else piece.plain
+    same = (given == plain) | (xp.isnan(given) & xp.isnan(plain) & (not is_alone))
+    accepted = _accepted(given, same, ref, ordinary, piece.own)
+    plain_error, _ = _error(plain, ref, ordinary & xp.isfinite(plain), scale)
+    error, worst = _error(given, ref, ordinary & xp.isfinite(given), scale)
+    return _Judged(
+        error,
+        None if worst is None else first + worst,
+        plain_error,
+        None if accepted.all() else first + int((~accepted * 1).argmax()),
+        int((~xp.isfinite(ref)).sum()),
+    )
+
+
+def _first_of(found: tuple[float, int | None]) -> float:
+    return found[0]
+
+
+def _most(values: Iterable[float]) -> float:
+    """The largest number; NaN where one is."""
+    return float(np.max([0.0, *values]))
 
 
 def _accepted(given: Any, same: Any, ref: Any, ordinary: Any, tolerance: Tolerance) -> Any:
@@ -292,14 +378,14 @@ def _largest(values: Any, where: Any) -> float:
     return float(xp.where(where, values, xp.zeros_like(values)).max())
 
 
-def _error(values: Any, ref: Any, where: Any, scale: float) -> tuple[float, tuple[int, ...] | None]:
-    """The largest |values - ref| / scale over `where`, and its index."""
+def _error(values: Any, ref: Any, where: Any, scale: float) -> tuple[float, int | None]:
+    """The largest |values - ref| / scale over `where`, and its place."""
     xp = namespace(ref)
     zero = xp.zeros_like(ref)
     difference = xp.abs(xp.where(where, values, zero) - xp.where(where, ref, zero))
     if not difference.any():
         return 0.0, None
-    worst = _index(difference.argmax(), ref.shape)
+    worst = int(difference.argmax())
     return float(difference[worst]) / scale, worst
 
 

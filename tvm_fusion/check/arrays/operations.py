@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from tvm import tirx
 from tvm.ir.prim.expr import BitwiseAnd, BitwiseOr, BitwiseXor, LShift, RShift
 
+from .narrow import contracted
+
 Shape = tuple[int, ...]
 
 
@@ -182,8 +184,7 @@ def _scanned(
 
 
 def _contracted(names: str, shape: Shape, *factors: Any) -> Any:
-    torch = sys.modules["torch"]
-    return torch.einsum(names, *(factor.squeeze() for factor in factors)).reshape(shape)
+    return contracted(names, [factor.squeeze() for factor in factors]).reshape(shape)
 
 
 def _divided(name: str, **how: Any) -> Callable[[Any, Any], Any]:

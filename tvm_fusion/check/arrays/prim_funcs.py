@@ -36,6 +36,7 @@ from tvm.ir.prim.expr import BitwiseNot, Let
 
 from ...ir.blocks import log_terms
 from ...kernels.program.expr import dtype_of, is_if_then_else, is_integer, number, same
+from .narrow import wide
 from .operations import (
     BINARY,
     FUNCTIONS,
@@ -60,6 +61,7 @@ _AT_ONCE = 16  # terms of a sum of products in the time of one pointwise operati
 
 @dataclass(frozen=True, slots=True)
 class _Step:
+    name: str
     compute: Callable[..., Any]
     inputs: tuple[int, ...]
     output: int
@@ -100,13 +102,15 @@ class ArrayFunction:
         self.operations = writer.operations
         self._outputs = [writer.tensor_of(func.params[i]) for i in numbers]
         made = {step.output for step in writer.steps}
+        self._narrow = {i for i in range(count) if _may_be_narrow(i, writer)}
+        self._narrow -= set(self._outputs)
         self._registers = writer.registers
         self._steps = freeing(
             writer.steps, lambda step: made.intersection((*step.inputs, step.output)), self._outputs
         )
 
     def __call__(self, tensors: Sequence[Any]) -> list[Any]:
-        """The outputs; inputs are contiguous tensors of the types of the parameters.
+        """The outputs; inputs are contiguous tensors of the types of the parameters, or `Narrow`.
 
         Raises
         ------
@@ -114,7 +118,8 @@ class ArrayFunction:
             An index is out of range, or an integer is divided by zero.
         """
         registers = list(self._registers)
-        registers[: len(tensors)] = tensors
+        for i, tensor in enumerate(tensors):
+            registers[i] = tensor if i in self._narrow else wide(tensor)
         for step, freed in self._steps:
             found = step.compute(*[registers[i] for i in step.inputs])
             registers[step.output] = found
@@ -177,7 +182,7 @@ class _Writer:
             self.known[key] = self.new(shape)
             sums = math.prod(self.axes.extents) // _AT_ONCE if name == "contracted" else 0
             self.operations += max(sums, math.prod(shape))
-            self.steps.append(_Step(compute, tuple(inputs), self.known[key]))
+            self.steps.append(_Step(name, compute, tuple(inputs), self.known[key]))
         return self.known[key]
 
     def _limit(self, shape: Shape, most: int = 0) -> None:
@@ -329,9 +334,10 @@ class _Writer:
         scanned = self._scanned(REDUCTIONS[type(step)], term, init.value)
         if scanned is not None:
             return scanned
-        first = self.expr(init.value)
         found = self._sum(term) if isinstance(step, tirx.Add) else self._extreme(step, term)
-        return self.pointwise(BINARY[type(step)], first, found)
+        if isinstance(step, tirx.Add) and number(init.value) == 0:
+            return found
+        return self.pointwise(BINARY[type(step)], self.expr(init.value), found)
 
     def _scanned(self, name: str, term: Expr, neutral: Expr) -> int | None:
         """A reduction of the places up to each own one (`ir.blocks.Scan`); None for others."""
@@ -552,6 +558,24 @@ class _Writer:
 
 
 # ---- Parts of functions.
+
+
+def _may_be_narrow(register: int, writer: _Writer) -> bool:
+    """Whether all that reads a tensor widens as much of it as it reads: products, what takes
+    elements by their places, and what moves it to where only such read it.
+    """
+    return all(
+        _reads_narrow(step, register, writer) for step in writer.steps if register in step.inputs
+    )
+
+
+def _reads_narrow(step: _Step, register: int, writer: _Writer) -> bool:
+    if step.name in ("taken", "taken inside"):
+        return step.inputs.index(register) == 0
+    if step.name not in ("view", "laid out"):
+        return step.name == "contracted"
+    before, after = (math.prod(writer.shapes[i]) for i in (register, step.output))
+    return after <= before and _may_be_narrow(step.output, writer)
 
 
 def _known(extent: Expr) -> int:

@@ -20,8 +20,9 @@ from tvm.ir import Call
 
 from ...ir.weights import numbers
 from ...transform.functions.functions import operator_name
-from ..reference import EXTREMES, LARGEST, to_float64
+from ..reference import to_float64
 from ..rules import as_tensor
+from .narrow import narrow, wide
 from .operations import NotOnArrays, dtype_in_torch, freeing
 from .prim_funcs import ArrayFunction
 
@@ -149,7 +150,7 @@ class _Reader:
         if isinstance(e, relax.TupleGetItem):
             return self.value(e.tuple_value)[e.index]
         if isinstance(e, tvm.ir.GenericConst):
-            return self.new(_widened(numbers(e), self.functions.device))
+            return self.new(narrow(_there(numbers(e), self.functions.device)))
         if isinstance(e, Call):
             return self._call(e)
         raise NotOnArrays(f"a value of {type(e).__name__}")
@@ -218,7 +219,7 @@ class _Program:
                         tensors[i] = None
             except RuntimeError as error:  # of torch: out of memory, mostly
                 raise NotOnArrays(str(error)) from error
-            found = [tensors[i] for i in self._outputs]
+            found = [wide(tensors[i]) for i in self._outputs]
             return found if self._device == "cuda" else [x.numpy() for x in found]
 
     def _threads(self) -> AbstractContextManager[None]:
@@ -229,7 +230,7 @@ class _Program:
             for inner, item in zip(place, value, strict=True):
                 self._give(tensors, inner, item)
         else:
-            tensors[place] = _widened(value, self._device)
+            tensors[place] = narrow(_there(value, self._device))
 
 
 @contextmanager
@@ -291,21 +292,10 @@ def _flat(value: Value) -> list[int]:
     return [value] if isinstance(value, int) else [i for item in value for i in _flat(item)]
 
 
-def _widened(value: Any, device: str) -> Any:
-    """An array, or a tensor of torch, on a device, its floats in float64 as `widen_array` does."""
-    torch = sys.modules["torch"]
+def _there(value: Any, device: str) -> Any:
+    """An array, or a tensor of torch, on a device."""
     try:
         value = as_tensor(value)
     except TypeError as error:
         raise NotOnArrays(str(error)) from error
-    extremes = EXTREMES.get(str(value.dtype).removeprefix("torch."))
-    value = value.to(device).contiguous()
-    if extremes is None:
-        return value
-    wide = value.double()
-    size = wide.abs()
-    if not bool((size >= min(extremes)).any()):
-        return wide
-    for extreme in extremes:
-        wide = torch.where(size == extreme, LARGEST * wide.sign(), wide)
-    return wide
+    return value.to(device).contiguous()
