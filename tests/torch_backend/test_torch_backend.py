@@ -367,6 +367,36 @@ def test_caches_are_written_in_place_where_nothing_reads_the_old_one(
     assert [len(module.writes) for module in modules] == [writes]
 
 
+def remember(keys, values, position, key, value):
+    keys.index_copy_(1, position, key)
+    values.index_copy_(1, position, value)
+    return key + value
+
+
+def test_what_a_part_is_held_against_writes_its_inputs(monkeypatch, modules):
+    sources, compile_ = [], calls.compiler.compile
+
+    def noted(*args, source, **how):
+        sources.append(source)
+        return compile_(*args, source=source, **how)
+
+    monkeypatch.setattr(calls.compiler, "compile", noted)
+    cache, position, *others = step_inputs(2)
+    compiled(remember, verify=True)(cache, cache.clone(), position, *others)
+    ((module, tensors),) = sources
+    before, given, twins = ([x.clone() for x in tensors] for _ in range(3))
+    for x in (before, given, twins):
+        for i in modules[0].writes:
+            x[i].zero_()
+    modules[0](*given)
+    module(*twins)
+    changed = [i for i, (x, y) in enumerate(zip(twins, before, strict=True)) if not x.equal(y)]
+    assert changed == list(modules[0].writes)
+    assert len(changed) == 2
+    for x, y in zip(given, twins, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
 def test_captured_calls_write_a_cache_in_place_step_by_step(drivers):
     run = compiled(attend)
     caches = [torch.zeros(2, 64, 16) for _ in range(2)]

@@ -232,7 +232,9 @@ class PartCalls:
             return None
         weights = {name: inputs[number] for name, number in made.weights.items()}
         tensors = [inputs[i] if o is None else inputs[i].permute(o) for i, o in made.tensors]
-        return OfTensors(made.graph, weights), tuple(tensors)
+        places = {i: place for place, (i, _) in enumerate(made.tensors)}
+        updates = {places[i]: result for i, result in self._updates if i in made.in_place}
+        return OfTensors(made.graph, weights, updates), tuple(tensors)
 
     @property
     def _target(self) -> Any:

@@ -75,16 +75,30 @@ class ReadyPart:
 
 
 class OfTensors(nn.Module):
-    """The graph of a `ReadyPart` as a module of its tensors, with its weights in it."""
+    """The graph of a `ReadyPart` as a module of its tensors, with its weights in it.
 
-    def __init__(self, graph: fx.GraphModule, weights: Mapping[str, torch.Tensor]) -> None:
+    The graph writes into nothing: what is to be written into a tensor is a result of it. This
+    module writes it, as what is compiled does.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        weights: Mapping[str, torch.Tensor],
+        updates: Mapping[int, int],
+    ) -> None:
+        """`updates` are the tensors that are written to, and the results that are written."""
         super().__init__()
         self._graph, self._weights = [graph], weights  # in a list: no submodule
+        self._updates = updates
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         (graph,), given = self._graph, iter(tensors)
         names = (node.name for node in graph.graph.find_nodes(op="placeholder"))
-        return graph(*(self._weights[n] if n in self._weights else next(given) for n in names))
+        results = graph(*(self._weights[n] if n in self._weights else next(given) for n in names))
+        for number, result in self._updates.items():
+            tensors[number].copy_(results[result])
+        return results
 
 
 class SizesUnknown(Exception):
