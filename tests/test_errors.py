@@ -167,7 +167,7 @@ CASES = [
     ("compile nothing.py", "nothing.py: defines no IRModule"),
     ("compile raises.py", "raises.py:1: .*ValueError: no"),
     ("compile syntax.py", "syntax.py:1: .*SyntaxError"),
-    ("compile model.json --target h20", "unknown target 'h20'"),
+    ("compile model.json --target h21", "unknown target 'h21'"),
     ("compile model.json --target cuda", "no CUDA device"),
     ("compile model.json --target none.toml", "none.toml"),
     ("compile model.json --target broken.toml", "broken.toml: not a TOML file"),

@@ -250,7 +250,7 @@ def test_why_with_json_has_the_answer(compiler, capsys):
         (["compile", "--demo", "--colour"], "unrecognized arguments: --colour"),
         (["verify", "--demo", "--output=x"], "unrecognized arguments: --output=x"),
         (["compile", "nowhere.onnx"], "no such model file: nowhere.onnx"),
-        (["compile", "--demo", "--target", "h20"], "unknown target 'h20'"),
+        (["compile", "--demo", "--target", "h21"], "unknown target 'h21'"),
         (["compile", "--demo", "--target", "h2000"], "did you mean 'h200'?"),
         (["compile", "--demo", "--policy", "min_gian=1"], "did you mean 'min_gain'?"),
         (["compile", "--demo", "--policy", "agressive"], "did you mean 'aggressive'?"),

@@ -284,10 +284,10 @@ def test_a_smaller_variant_of_a_gpu_has_its_own_number_of_sms(gpu, h200):
     assert resolve_target("cuda")[1] == replace(h200, num_sms=114)
 
 
-def test_a_gpu_without_a_profile_leaves_the_cpu_and_cuda_is_refused(gpu):
+def test_a_gpu_that_is_too_old_leaves_the_cpu_and_cuda_is_refused(gpu):
     gpu("NVIDIA T4", "sm_75", 40)
     assert resolve_target()[1].name == "llvm_cpu"
-    with pytest.raises(TargetError, match=r"no profile for the GPU NVIDIA T4 \(sm_75\)"):
+    with pytest.raises(TargetError, match=r"GPU NVIDIA T4: sm_75 is .* 7\.5; kernels need 8\.0"):
         resolve_target("cuda")
 
 
@@ -317,11 +317,11 @@ def test_a_tvm_target_of_one_architecture_prefers_the_gpu_of_the_machine(gpu):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ({"kind": "cuda", "arch": "sm_70"}, "no profile for the CUDA architecture 'sm_70'"),
+        ({"kind": "cuda", "arch": "sm_70"}, "sm_70 is compute capability 7.0; kernels need 8.0"),
         ({"kind": "vulkan"}, "target kind 'vulkan' is not supported"),
     ],
 )
-def test_a_tvm_target_without_a_profile_is_refused(target, message):
+def test_a_tvm_target_of_no_device_of_ours_is_refused(target, message):
     with pytest.raises(TargetError, match=message):
         resolve_target(tvm.target.Target(target))
 

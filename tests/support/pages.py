@@ -3,6 +3,7 @@
     <!-- made of commands -->    every sub-command and option of the command line
     <!-- made of tvm_fusion -->  the names of a module, each with the first line of its docstring
     <!-- made of operators.onnx -->  (or .torch) a row for each operator of a framework
+    <!-- made of gpus -->  the cards whose profiles are derived, by architecture
     <!-- made of database -->  what of PyTorch's database of operators is right, by results
     <!-- end -->
 
@@ -42,7 +43,7 @@ def made(text: str, of_any_version: bool = False) -> str:
                 return found[0]
             content = operators(kind)
         else:
-            parts = {"commands": commands, "database": database}
+            parts = {"commands": commands, "database": database, "gpus": gpus}
             content = parts[kind]() if kind in parts else names(kind)
         return f"{found[1]}\n{content}\n\n{found[3]}"
 
@@ -97,6 +98,17 @@ def operators(framework: str) -> str:
         share = f" {opsets} | {passed} of {count} |" if count else f" {opsets} | |"
         lines.append(f"| `{row.name}` | {row.by.value} |" + (share if tests else ""))
     return "\n".join(lines[1:])
+
+
+def gpus() -> str:
+    """A row for each architecture, with the names of its cards."""
+    from tvm_fusion.config.cards import cards
+
+    found: dict[int, list[str]] = {}
+    for card in cards():
+        found.setdefault(card.architecture.number, []).append(f"`{card.name}`")
+    rows = [f"| sm_{number} | {', '.join(names)} |" for number, names in sorted(found.items())]
+    return "\n".join(["| architecture | derived profiles |", "|---|---|", *rows])
 
 
 def database() -> str:

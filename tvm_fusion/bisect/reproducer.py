@@ -26,7 +26,7 @@ from ..check.compiled import judged, plainly_lowered
 from ..check.inputs import numpy_dtype
 from ..check.repair import captured_values
 from ..check.verify import Verification, rounded_to
-from ..config import load_policy, profile_names, resolve_target
+from ..config import card_names, load_policy, profile_names, resolve_target
 from ..errors import InputError, TvmFusionError
 from ..flow.planned import Planned
 from ..host.atomic_files import replace_file
@@ -206,7 +206,7 @@ def write(folder: Path, case: Case, why: str, slow: bool = False) -> Path:
 
 def _named(planned: Planned) -> Any:
     """A GPU by its profile's name, where it has one: devices share architectures."""
-    named = planned.hw.kind == "cuda" and planned.hw.name in profile_names()
+    named = planned.hw.kind == "cuda" and planned.hw.name in (*profile_names(), *card_names())
     return repr(planned.hw.name) if named else json.loads(str(planned.target))
 
 

@@ -12,7 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..config import HardwareProfile, load_profile, profile_file, resolve_target
+from ..config import (
+    HardwareProfile,
+    load_profile,
+    profile_file,
+    profile_text,
+    resolve_target,
+)
 from ..config.toml import nearest, number_fields
 from ..errors import CHECK_FAILED, ConfigError, InputError, TargetError
 from ..host.atomic_files import replace_file
@@ -133,8 +139,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--budget {args.budget:g}: expected seconds")
     hw = _device(args.target)
     families = _chosen(families_of(hw), args.only)
-    out, base = _files(args, hw)
-    known = load_profile(base)
+    out, text, known = _files(args, hw)
     variant = hw.kind == "cuda" and hw.num_sms != known.num_sms
     profile = replace(known, num_sms=hw.num_sms) if variant else known
     try:
@@ -145,7 +150,7 @@ def main(args: argparse.Namespace) -> int:
             return CHECK_FAILED
         if variant:
             outcome.values.append(Measured("num_sms", hw.num_sms, "reported by the driver"))
-        write(out, base.read_text(encoding="utf-8"), profile, outcome)
+        write(out, text, profile, outcome)
     except KeyboardInterrupt:
         print(f"calibrate: interrupted; {out} is as it was", file=sys.stderr)
         return INTERRUPTED
@@ -258,24 +263,28 @@ def _chosen(families: tuple[Family, ...], only: str | None) -> tuple[Family, ...
     return tuple(family for family in families if family.name in names)
 
 
-def _files(args: argparse.Namespace, hw: HardwareProfile) -> tuple[Path, Any]:
-    """The file to write, and the one that gives what is not measured.
+def _files(args: argparse.Namespace, hw: HardwareProfile) -> tuple[Path, str, HardwareProfile]:
+    """The file to write, and the text and the profile that give what is not measured.
 
-    That is the file itself where it exists (so that families can be measured one after the other),
-    else the profile that was named, else the one that ships with the package.
+    They are those of the file itself where it exists (so that families can be measured one after
+    the other), else of the profile that was named, else of the one that ships with the package or
+    is derived.
     """
     out = Path(args.out or f"{hw.name}.toml")
     if not out.absolute().parent.is_dir():
         raise InputError(f"cannot write {out}: there is no such directory; make it first")
+    if not out.exists() and hw.derived:
+        return out, profile_text(hw), hw
     if not out.exists():
-        return out, profile_file(args.target if str(args.target).endswith(".toml") else hw.name)
+        base = profile_file(args.target if str(args.target).endswith(".toml") else hw.name)
+        return out, base.read_text(encoding="utf-8"), load_profile(base)
     try:
         known = load_profile(out)
     except (ConfigError, OSError) as error:
         raise InputError(f"{out} is no profile; name another --out ({error})") from error
     if known.name != hw.name:
         raise InputError(f"{out} is the profile of {known.name}; name another --out")
-    return out, out
+    return out, out.read_text(encoding="utf-8"), known
 
 
 def _report(profile: HardwareProfile, outcome: Outcome, out: Path, seconds: float) -> None:

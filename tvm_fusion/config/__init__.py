@@ -5,6 +5,7 @@ the code computes with; the source says where the number is from: a datasheet, a
 its date, an estimate with its reasoning. No other code has a hardware number of its own.
 """
 
+from .cards import card_names
 from .files import (
     add_profile,
     added_profiles,
@@ -14,6 +15,7 @@ from .files import (
     policy_names,
     profile_file,
     profile_names,
+    profile_text,
     remove_profile,
     shipped_file,
 )
@@ -26,12 +28,14 @@ __all__ = [
     "Policy",
     "add_profile",
     "added_profiles",
+    "card_names",
     "file_of",
     "load_policy",
     "load_profile",
     "policy_names",
     "profile_file",
     "profile_names",
+    "profile_text",
     "remove_profile",
     "resolve_target",
     "shipped_file",

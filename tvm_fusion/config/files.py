@@ -8,25 +8,30 @@ its date, an estimate with its reasoning. No other code has a hardware number of
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
-from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, TargetError
+from .cards import Card, all_names, card_named, card_names
+from .derived import derived_profile, derived_toml, measured_name
 from .hardware import HOST_NUMBERS, HardwareProfile
 from .policy import Policy
-from .toml import nearest, parse, read_toml
+from .toml import config_folder, nearest, parse, read_toml
 
+_NOT_PROFILES = ("policy_", "tune_", "gpu_")
 _RESERVED = ("cuda", "cpu")  # targets that mean a device of this machine
 
 _files: dict[str, Path] = {}  # where profiles of the user's own were read, by fingerprint
+_cards: dict[str, Card] = {}  # of which profiles were derived, by fingerprint
 _added: dict[str, HardwareProfile] = {}  # those that `add_profile` made known, by name
 
 
 def profile_names() -> list[str]:
-    """Return the names of the profiles that ship with the package."""
-    return [n for n in _shipped() if not n.startswith(("policy_", "tune_"))]
+    """Return the names of the profiles that ship with the package as files; those of `card_names`
+    are derived.
+    """
+    return [n for n in _shipped() if not n.startswith(_NOT_PROFILES)]
 
 
 def policy_names() -> list[str]:
@@ -40,7 +45,8 @@ def load_profile(name_or_path: str | Path) -> HardwareProfile:
     Parameters
     ----------
     name_or_path : str or Path
-        A shipped profile by name or alias ("nvidia_h200", "h200", "llvm"), or a TOML file.
+        A shipped profile by name or alias ("nvidia_h200", "h200", "llvm"), a card whose profile is
+        derived ("nvidia_l4", "l4", "nvidia/nvidia-l4"), or a TOML file.
 
     Raises
     ------
@@ -62,13 +68,30 @@ def load_profile(name_or_path: str | Path) -> HardwareProfile:
         return profile
     known = {**_shipped_profiles(), **_by_alias(_added.values())}
     name = name_or_path.lower()
-    if name not in known:
-        names = ", ".join(["cuda", *profile_names(), *_added])
-        raise TargetError(
-            f"unknown target {name_or_path!r}{nearest(name, known)}; known: {names}, "
-            "or a path to a profile's .toml"
-        )
-    return known[name]
+    if name in known:
+        return known[name]
+    if (card := card_named(name)) is not None:
+        return profile_of_card(card)
+    names = ", ".join(["cuda", *profile_names(), *_added])
+    raise TargetError(
+        f"unknown target {name_or_path!r}{nearest(name, [*known, *all_names()])}; known: {names}, "
+        f"{len(card_names())} more GPUs by name (configs/gpu_cards.toml), such as nvidia_l4, "
+        "or a path to a profile's .toml"
+    )
+
+
+def profile_of_card(card: Card) -> HardwareProfile:
+    """The derived profile of a card."""
+    profile = derived_profile(card, _shipped_profiles()[measured_name()])
+    _cards[profile.fingerprint()] = card
+    return profile
+
+
+def profile_text(profile: HardwareProfile) -> str:
+    """The file with a profile's numbers, or for a derived one what would stand in it."""
+    if (card := _cards.get(profile.fingerprint())) is not None:
+        return derived_toml(card, _shipped_profiles()[measured_name()])
+    return file_of(profile).read_text(encoding="utf-8")
 
 
 def add_profile(profile: HardwareProfile) -> None:
@@ -108,19 +131,19 @@ def file_of(profile: HardwareProfile) -> Traversable:
     """Return the file with a profile's numbers: the one they were read from, or the shipped one of
     its name.
     """
-    return _files.get(profile.fingerprint(), _config_dir() / f"{profile.name}.toml")
+    return _files.get(profile.fingerprint(), config_folder() / f"{profile.name}.toml")
 
 
 def shipped_file(name: str) -> Traversable:
     """Return a file of `configs/`, whether it exists or not."""
-    return _config_dir() / name
+    return config_folder() / name
 
 
 def profile_file(name_or_path: str | Path) -> Traversable:
     """Return the TOML file of a profile that `load_profile` knows by name, alias or path."""
     if _is_path(name_or_path):
         return _existing(name_or_path)
-    return _config_dir() / f"{load_profile(name_or_path).name}.toml"
+    return config_folder() / f"{load_profile(name_or_path).name}.toml"
 
 
 def load_policy(policy: str | Path | Mapping[str, Any] | Policy | None = None) -> Policy:
@@ -164,25 +187,19 @@ def load_policy(policy: str | Path | Mapping[str, Any] | Policy | None = None) -
             f"unknown policy {name!r}{nearest(name, policy_names())}; known: "
             f"{', '.join(policy_names())}, or a path to a .toml file"
         )
-    file = _config_dir() / f"policy_{name}.toml"
+    file = config_folder() / f"policy_{name}.toml"
     return _policy(read_toml(file), file.name, _base_policy(), strict=True)
 
 
-def _config_dir() -> Traversable:
-    """configs/ inside the installed package, or beside the package in a source checkout."""
-    installed = resources.files("tvm_fusion") / "configs"
-    return installed if installed.is_dir() else Path(__file__).parents[2] / "configs"
-
-
 def _shipped() -> list[str]:
-    files = (f.name for f in _config_dir().iterdir())
+    files = (f.name for f in config_folder().iterdir())
     return sorted(f.removesuffix(".toml") for f in files if f.endswith(".toml"))
 
 
 @cache
 def _shipped_profiles() -> dict[str, HardwareProfile]:
     """Profiles by name and by alias."""
-    return _by_alias(_read_profile(_config_dir() / f"{name}.toml") for name in profile_names())
+    return _by_alias(_read_profile(config_folder() / f"{name}.toml") for name in profile_names())
 
 
 def _by_alias(profiles: Iterable[HardwareProfile]) -> dict[str, HardwareProfile]:
@@ -212,7 +229,7 @@ def _is_guessed(data: Mapping[str, Any]) -> bool:
 
 
 def _base_policy() -> dict[str, Any]:
-    file = _config_dir() / "policy_default.toml"
+    file = config_folder() / "policy_default.toml"
     return parse(Policy, read_toml(file), file.name, strict=True, partial=False)
 
 

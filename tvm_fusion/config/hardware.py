@@ -106,6 +106,7 @@ class HardwareProfile:
     l2_residence_exponent: float = number("1")  # how sharply an L2 stops holding what is too large
 
     host: str = ""  # the CPU of this machine, where its rates were measured at first use
+    derived: str = ""  # what its numbers come from, where nobody measured the device
     guessed: bool = False  # a CPU's file says of a rate of `HOST_NUMBERS` that nobody measured it
 
     def __post_init__(self) -> None:
@@ -115,7 +116,7 @@ class HardwareProfile:
             try:
                 read_architecture(self.arch)
             except ConfigError as error:
-                raise ConfigError(f"profile {self.name}: arch = {error}") from None
+                raise ConfigError(f"profile {self.name}: arch = {error}; give another") from None
         for f in number_fields(type(self)):
             value = getattr(self, f.name)
             for x in value.values() if isinstance(value, Mapping) else (value,):
@@ -143,14 +144,18 @@ class HardwareProfile:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """What was measured here, for plans to record; empty for a profile from a file."""
+        """What was measured here, or what a profile was derived from, for plans to record; empty
+        for a profile from a file.
+        """
+        if self.derived:
+            return {"derived": self.derived}
         if not self.host:
             return {}
         return {"host": self.host, **{name: getattr(self, name) for name in HOST_NUMBERS}}
 
     def fingerprint(self) -> str:
         """Return a hash of all values: equal for equal numbers, whatever their sources say."""
-        return fingerprint(self, without=("host", "guessed"))
+        return fingerprint(self, without=("host", "derived", "guessed"))
 
 
 def cuda_target(profile: HardwareProfile) -> Any:

@@ -7,9 +7,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..errors import TargetError
+from ..errors import ConfigError, TargetError
+from ..host.gpu_driver import gpu_attributes
 from .architecture import NO_GPU, Architecture, read_architecture
-from .files import added_profiles, load_profile, profile_names
+from .cards import (
+    OLDEST,
+    TAGS,
+    card_named,
+    card_names,
+    card_of_architecture,
+    card_of_driver,
+    card_of_gpu,
+    longest_words,
+    newest_architecture,
+    too_old,
+)
+from .files import added_profiles, load_profile, profile_names, profile_of_card
 from .hardware import HardwareProfile, cpu_target
 
 _logger = logging.getLogger(__name__)
@@ -17,9 +30,6 @@ _calibrations: list[Callable[[], HardwareProfile]] = []
 
 THIS_CPU = ("llvm", "cpu")
 """Targets that mean the CPU of this machine, whatever it is."""
-
-TAGS = "nvidia/"
-"""How TVM's names of devices begin, which become a Target: "nvidia/nvidia-h200"."""
 
 
 def resolve_target(target: Any = None) -> tuple[Any, HardwareProfile]:
@@ -29,14 +39,15 @@ def resolve_target(target: Any = None) -> tuple[Any, HardwareProfile]:
     ----------
     target : str, Path, mapping, tvm.target.Target or None
         "llvm" or "cpu" (the CPU of this machine, with rates measured at first use), "cuda" (the GPU
-        of this machine), a profile's name ("llvm_cpu": the CPU that ships), alias or path; a
-        Target, or its dict or tag, which is used as it is. None is "cuda" if there is a GPU with a
-        known profile, else "llvm".
+        of this machine), a profile's name ("llvm_cpu": the CPU that ships), alias or path, or a
+        card's name or tag ("nvidia_l4", "nvidia/nvidia-l4"), whose profile is derived; a Target, or
+        its dict or tag, which is used as it is. None is "cuda" if there is a GPU that kernels can
+        be written for, else "llvm".
 
     Raises
     ------
     TargetError
-        An unknown name, no GPU in the machine, or a GPU without a profile.
+        An unknown name, no GPU in the machine, or one before compute capability 8.0.
     """
     if target is None:
         profile = present_gpu_profile() or host_profile()
@@ -44,15 +55,16 @@ def resolve_target(target: Any = None) -> tuple[Any, HardwareProfile]:
     if isinstance(target, str) and target.lower() == "cuda":
         profile = required_gpu_profile()
         return profile.to_target(), profile
-    if isinstance(target, str) and target.startswith(TAGS):
-        target = target_of(target)
+    tag = ""
+    if isinstance(target, str) and target.startswith(TAGS) and _is_tag_of_tvm(target):
+        tag, target = target, target_of(target)
     elif isinstance(target, str | Path):
         this_cpu = isinstance(target, str) and target.lower() in THIS_CPU
         profile = host_profile() if this_cpu else load_profile(target)
         return profile.to_target(), profile
     if isinstance(target, Mapping):
-        target = target_of(dict(target))
-    return target, profile_of_target(target)
+        tag, target = str(target.get("tag", "")), target_of(dict(target))
+    return target, profile_of_target(target, tag)
 
 
 def host_profile() -> HardwareProfile:
@@ -66,14 +78,15 @@ def calibrate_host_by(find: Callable[[], HardwareProfile]) -> None:
 
 
 def present_gpu_profile() -> HardwareProfile | None:
-    """Profile of GPU 0, or None when there is no GPU or no profile for it."""
+    """Profile of GPU 0, or None when there is no GPU or one that is too old."""
     name, arch = present_gpu()
     if name is None:
         return None
-    profile = _profile_of_gpu(name)
-    if profile is None:
-        _logger.warning("no profile for the GPU %s (%s): using the CPU", name, arch)
-    return profile
+    try:
+        return _profile_of_gpu(name, arch)
+    except TargetError as why:
+        _logger.warning("%s: using the CPU", why)
+        return None
 
 
 def required_gpu_profile() -> HardwareProfile:
@@ -82,16 +95,10 @@ def required_gpu_profile() -> HardwareProfile:
     if name is None:
         raise TargetError(
             "no CUDA device in this machine; to generate code without one, name the device: "
-            f"{', '.join(p.name for p in _cuda_profiles())}"
+            f"{', '.join(p.name for p in _cuda_profiles())}, or one of the {len(card_names())} "
+            "others in configs/gpu_cards.toml, such as nvidia_l4"
         )
-    profile = _profile_of_gpu(name)
-    if profile is None:
-        raise TargetError(
-            f"no profile for the GPU {name} ({arch}); copy the nearest device's configs/*.toml, "
-            "adapt it, pass its path as the target, and let `python -m tvm_fusion calibrate "
-            "--target ./yours.toml` measure the rates"
-        )
-    return profile
+    return _profile_of_gpu(name, arch)
 
 
 def target_of(config: dict[str, Any] | str) -> Any:
@@ -114,8 +121,10 @@ def target_of(config: dict[str, Any] | str) -> Any:
         ) from why
 
 
-def profile_of_target(target: Any) -> HardwareProfile:
-    """Profile that fits a TVM target: by its tag, else by the GPU present, else by architecture."""
+def profile_of_target(target: Any, tag: str = "") -> HardwareProfile:
+    """Profile that fits a TVM target: by the tag that it was made from, of which a Target of TVM
+    0.27 keeps nothing, else by the GPU present, else by architecture.
+    """
     from tvm.target import Target
 
     if not isinstance(target, Target):
@@ -127,24 +136,51 @@ def profile_of_target(target: Any) -> HardwareProfile:
         return host_profile() if str(target) == str(cpu_target()) else load_profile("llvm_cpu")
     if target.kind.name != "cuda":
         raise TargetError(f"target kind {target.kind.name!r} is not supported; use cuda or llvm")
-    tag = str(target.tag)
-    arch = architecture_of(target)
+    tag = tag or str(target.tag)
+    try:
+        arch = architecture_of(target)
+    except ConfigError as why:
+        raise TargetError(f"the target {tag or target}: {why}; give another") from why
+    if arch.number < OLDEST:
+        raise TargetError(f"the target {tag or target}: {too_old(arch)}; give another")
+    profile = _fitting(tag, arch)
+    # The target says what code is made for: sm_90 has nothing of sm_90a.
+    return profile if profile.arch == arch.name else replace(profile, arch=arch.name)
+
+
+def _fitting(tag: str, arch: Architecture) -> HardwareProfile:
+    """The profile of a tag, else of the GPU present, else one that stands for an architecture."""
     candidates = [p for p in _cuda_profiles() if p.architecture.number == arch.number]
-    if not candidates:
-        raise TargetError(
-            f"no profile for the CUDA architecture {arch.name!r}; known: "
-            f"{', '.join(f'{p.arch} ({p.name})' for p in _cuda_profiles())}"
-        )
-    name, _ = present_gpu()
     by_tag = [p for p in candidates if tag in p.aliases]
-    by_gpu = [p for p in candidates if name is not None and names_gpu(p, name)]
+    if by_tag:
+        return by_tag[0]
+    if (card := card_named(tag)) is not None:
+        return profile_of_card(card)
+    name, present = present_gpu()
+    if name is not None and read_architecture(present).number == arch.number:
+        return _profile_of_gpu(name, present)
     shipped = [p for p in candidates if p not in added_profiles()]
-    return (by_tag or by_gpu or shipped or candidates)[0]
+    if found := shipped or candidates:
+        return found[0]
+    _tell_of_newer(arch)
+    return profile_of_card(card_of_architecture(arch))
 
 
-def _profile_of_gpu(name: str) -> HardwareProfile | None:
-    profile = next((p for p in _cuda_profiles() if names_gpu(p, name)), None)
-    if profile is None or profile.num_sms == (num_sms := _present_sms()):
+def _profile_of_gpu(name: str, arch: str) -> HardwareProfile:
+    """The profile of the GPU present: one that was measured, if its name is nearer than a card's,
+    else one that is derived from what its driver says.
+    """
+    architecture = read_architecture(arch)
+    if architecture.number < OLDEST:
+        raise TargetError(f"the GPU {name}: {too_old(architecture)}; name another target")
+    known = [p for p in _cuda_profiles() if names_gpu(p, name)]
+    card = card_of_gpu(name)
+    nearest = max((longest_words(p.aliases, name) for p in known), default=0)
+    if not known or (card is not None and len(card.words) > nearest and not _is_added(known[0])):
+        _tell_of_newer(architecture)
+        return profile_of_card(card_of_driver(name, architecture, gpu_attributes()))
+    profile = known[0]
+    if profile.num_sms == (num_sms := _present_sms()):
         return profile
     _logger.warning(
         "%s has %d SMs, not %d: a variant of %s", name, num_sms, profile.num_sms, profile.name
@@ -152,10 +188,32 @@ def _profile_of_gpu(name: str) -> HardwareProfile | None:
     return replace(profile, num_sms=num_sms)
 
 
+def _is_added(profile: HardwareProfile) -> bool:
+    return profile in added_profiles()
+
+
+@cache
+def _tell_of_newer(arch: Architecture) -> None:
+    """One warning where an architecture is newer than all that are known."""
+    if arch.number > (newest := newest_architecture()):
+        _logger.warning(
+            "%s is newer than all that is known: rates are those of sm_%d, kernels its portable "
+            "forms; `python -m tvm_fusion calibrate` measures the device",
+            arch.name,
+            newest,
+        )
+
+
+def _is_tag_of_tvm(tag: str) -> bool:
+    """Whether TVM has a target of a tag: those of newer cards are names of profiles alone."""
+    from tvm.target import list_tags
+
+    return tag in (list_tags() or ())
+
+
 def names_gpu(profile: HardwareProfile, device_name: str) -> bool:
     """Whether "NVIDIA A100-SXM4-80GB" holds one of the profile's aliases as a word."""
-    words = device_name.lower().replace("-", " ")
-    return any(f" {alias} " in f" {words} " for alias in profile.aliases)
+    return longest_words(profile.aliases, device_name) > 0
 
 
 def _cuda_profiles() -> tuple[HardwareProfile, ...]:

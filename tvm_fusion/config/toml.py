@@ -7,7 +7,9 @@ import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, field, fields
+from importlib import resources
 from importlib.resources.abc import Traversable
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +27,12 @@ def number(unit: str, least: float = -math.inf) -> Any:
 def table(unit: str) -> Any:
     """Field of a mapping from names to numbers of one unit and one source."""
     return field(metadata={"unit": unit, "table": True}, hash=False)
+
+
+def config_folder() -> Traversable:
+    """configs/ inside the installed package, or beside the package in a source checkout."""
+    installed = resources.files("tvm_fusion") / "configs"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "configs"
 
 
 def read_toml(file: Traversable) -> dict[str, Any]:

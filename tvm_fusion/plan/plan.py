@@ -125,7 +125,8 @@ class FusionPlan:
     `opened` says whether composite operators (softmax, norms ...) were opened up before. `evidence`
     is that of all groups together against their operators apart; after `compile --measure`, of the
     whole module against the unfused one. `measured` names the CPU whose own rates it was made with,
-    and these; it is empty where the profile's were used. `versions` are those of this package and
+    and these, or what the profile of a GPU that nobody measured is derived from; it is empty where
+    a profile's were used. `versions` are those of this package and
     of TVM that it was made by; empty in plans before these were kept.
     """
 

@@ -52,7 +52,8 @@ _given: ContextVar[_Given | None] = ContextVar("given", default=None)
 
 def entry_key(source: str, arch: str, compiler: Compiler) -> str:
     """Return the name of the cache entry of a source."""
-    parts = [source, compiler.kind, compiler.path, compiler.version, *compiler.flags(arch)]
+    made_by = compiler.kind, compiler.path, compiler.version
+    parts = [source, arch, *made_by, *compiler.flags(arch)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

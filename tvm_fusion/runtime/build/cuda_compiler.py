@@ -1,5 +1,6 @@
 """CUDA compilers: nvcc in a process of its own, or NVRTC where there is no nvcc."""
 
+import logging
 import os
 import re
 import shlex
@@ -15,9 +16,13 @@ import tvm
 from tvm.support import nvcc as tvm_nvcc
 
 from ...config.architecture import read_architecture
+from ...config.cards import newest_architecture
 from ...errors import BuildError
-from .nvrtc import compile_with_nvrtc, nvrtc_version
+from .nvrtc import compile_with_nvrtc, nvrtc_architectures, nvrtc_version
 
+logger = logging.getLogger(__name__)
+
+_ALWAYS_KNOWN = 90  # to all compilers of CUDA 12 and later
 _HALF_TYPES = ("HALF", "BFLOAT16", "BFLOAT162")
 _HALF_SWITCHES = ("OPERATORS", "CONVERSIONS")
 
@@ -39,31 +44,73 @@ class Compiler:
     version: str
 
     def flags(self, arch: str) -> tuple[str, ...]:
-        """Return the command-line flags, those that TVM itself would give."""
+        """Return the command-line flags, those that TVM itself would give; for PTX where the
+        compiler does not know the architecture.
+        """
         undefined = [f"-U__CUDA_NO_{t}_{k}__" for t in _HALF_TYPES for k in _HALF_SWITCHES]
         unused = "-diag-suppress=177"  # variables and helpers
         shared = (*undefined, unused, *_fast_math())
         if self.kind == "nvrtc":
             ptxas = (f"--ptxas-options={flag}" for flag in _ptxas_flags())
             return ("-default-device", "--device-int128", *shared, *ptxas, *_nvrtc_extra())
+        known = self.nearest(arch)
+        if known != arch:
+            return ("--ptx", *self._nvcc_flags(known, "compute"), *shared)
+        return ("--cubin", *self._nvcc_flags(arch, "sm"), *shared, *_ptxas_option())
+
+    @staticmethod
+    def _nvcc_flags(arch: str, kind: str) -> tuple[str, ...]:
         code = read_architecture(arch).code
         return (
-            "--cubin",
             "-O3",
             "-gencode",
-            f"arch=compute_{code},code=sm_{code}",
+            f"arch=compute_{code},code={kind}_{code}",
             "--expt-relaxed-constexpr",
             "--expt-extended-lambda",
-            *shared,
-            f"--ptxas-options={','.join(_ptxas_flags())}",
         )
 
+    def nearest(self, arch: str) -> str:
+        """`arch`, or the latest earlier architecture where the compiler does not know it: PTX for
+        that one is compiled by the driver when a module is loaded.
+
+        Raises
+        ------
+        BuildError
+            The compiler knows no earlier one either.
+        """
+        asked = read_architecture(arch).number
+        if asked <= _ALWAYS_KNOWN or not (known := self._known()) or asked in known:
+            return arch
+        earlier = [number for number in known if number < asked]
+        if not earlier:
+            raise BuildError(
+                f"{self.kind} ({self.path}) is for {', '.join(f'sm_{n}' for n in sorted(known))}, "
+                f"not for {arch}; put the nvcc of an earlier CUDA toolkit on PATH"
+            )
+        return f"sm_{max(earlier)}"
+
+    def _known(self) -> frozenset[int]:
+        """Compute capabilities that machine code can be made for; empty where it does not say."""
+        return _nvcc_architectures(self.path) if self.kind == "nvcc" else nvrtc_architectures()
+
     def compile(self, source: str, arch: str) -> DeviceCode:
-        """Compile without any cache; raises BuildError with the compiler's own words."""
+        """Compile without any cache; raises BuildError with the compiler's own words. PTX comes
+        with what ptxas says of the same kernels for the architecture that it is of.
+        """
         source = split_arrays(with_wide_vectors(least_integers(source)))
+        known = self.nearest(arch)
+        code = self._compile(source, arch)
+        if known == arch:
+            return code
+        _tell_of_ptx(self.kind, self.path, arch, known)
+        return DeviceCode(code.binary, self._compile(source, known).log)
+
+    def _compile(self, source: str, arch: str) -> DeviceCode:
         if self.kind == "nvcc":
             return self._nvcc(source, arch)
-        return DeviceCode(*compile_with_nvrtc(source, arch, self.flags(arch)))
+        known = self.nearest(arch)
+        found = compile_with_nvrtc(source, known, self.flags(arch), is_ptx=known != arch)
+        return DeviceCode(*found)
 
     def _nvcc(self, source: str, arch: str) -> DeviceCode:
         with tempfile.TemporaryDirectory(prefix="tvm_fusion_") as folder:
@@ -109,6 +156,30 @@ def _nvcc_version(path: str) -> str:
     return run.stdout.strip().splitlines()[-1] if run.returncode == 0 else "unknown"
 
 
+@cache
+def _nvcc_architectures(path: str) -> frozenset[int]:
+    try:
+        run = subprocess.run([path, "--list-gpu-code"], capture_output=True, text=True)
+    except OSError:
+        return frozenset()
+    return frozenset(map(int, re.findall(r"^sm_(\d+)$", run.stdout, re.MULTILINE)))
+
+
+@cache
+def _tell_of_ptx(kind: str, path: str, arch: str, known: str) -> None:
+    """One line: a warning where a newer compiler would do better."""
+    newer = read_architecture(arch).number > newest_architecture()
+    logger.log(
+        logging.INFO if newer else logging.WARNING,
+        "%s (%s) does not know %s: kernels are PTX for %s, which the driver compiles at each load"
+        "; put the nvcc of a newer CUDA toolkit on PATH",
+        kind,
+        path,
+        arch,
+        known,
+    )
+
+
 def flags_of_environment() -> list[str]:
     """The flags that environment variables decide, of all compilers."""
     return [*_fast_math(), *_ptxas_flags(), *_nvrtc_extra()]
@@ -120,6 +191,10 @@ def _fast_math() -> list[str]:
 
 def _nvrtc_extra() -> list[str]:
     return shlex.split(os.environ.get("TVM_CUDA_NVRTC_EXTRA_OPTS", ""))
+
+
+def _ptxas_option() -> tuple[str]:
+    return (f"--ptxas-options={','.join(_ptxas_flags())}",)
 
 
 def _ptxas_flags() -> list[str]:

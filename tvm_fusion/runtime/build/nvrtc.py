@@ -79,8 +79,19 @@ def nvrtc_version() -> str | None:
     return f"NVRTC {major}.{minor}"
 
 
-def compile_with_nvrtc(source: str, arch: str, options: Sequence[str]) -> tuple[bytes, str]:
-    """Compile a CUDA source to a cubin.
+@cache
+def nvrtc_architectures() -> frozenset[int]:
+    """Compute capabilities that NVRTC can make machine code for; empty where it does not say."""
+    from cuda.bindings import nvrtc
+
+    status, found = nvrtc.nvrtcGetSupportedArchs()
+    return frozenset(found) if status.value == 0 else frozenset()
+
+
+def compile_with_nvrtc(
+    source: str, arch: str, options: Sequence[str], is_ptx: bool = False
+) -> tuple[bytes, str]:
+    """Compile a CUDA source to a cubin, or to PTX.
 
     Parameters
     ----------
@@ -93,7 +104,8 @@ def compile_with_nvrtc(source: str, arch: str, options: Sequence[str]) -> tuple[
 
     Returns
     -------
-    cubin : bytes
+    code : bytes
+        The cubin, or the PTX.
     log : str
         What the compiler said, ptxas included.
 
@@ -108,7 +120,12 @@ def compile_with_nvrtc(source: str, arch: str, options: Sequence[str]) -> tuple[
     given = [text.encode() for text in headers.values()]
     names = [name.encode() for name in headers]
     text = (_PRELUDE + source.replace("#include <cuda.h>", "")).encode()
-    arguments = [f"--gpu-architecture={arch}", *options, *(f"-I{path}" for path in _include_dirs())]
+    virtual = arch.replace("sm_", "compute_") if is_ptx else arch
+    arguments = [
+        f"--gpu-architecture={virtual}",
+        *options,
+        *(f"-I{path}" for path in _include_dirs()),
+    ]
     encoded = [argument.encode() for argument in arguments]
     status, program = nvrtc.nvrtcCreateProgram(text, b"kernel.cu", len(given), given, names)
     _check(status, arch)
@@ -116,10 +133,15 @@ def compile_with_nvrtc(source: str, arch: str, options: Sequence[str]) -> tuple[
         (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
         log = _text(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
         _check(status, arch, log.decode(errors="replace"))
-        cubin = _text(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+        sized, content = (
+            (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+            if is_ptx
+            else (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+        )
+        code = _text(program, sized, content)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return cubin, log.rstrip(b"\0").decode(errors="replace")
+    return code, log.rstrip(b"\0").decode(errors="replace")
 
 
 def _needs_no_library(source: str) -> bool:
