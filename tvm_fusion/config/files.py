@@ -175,7 +175,9 @@ def load_policy(policy: str | Path | Mapping[str, Any] | Policy | None = None) -
         policy = "default"
     if not isinstance(policy, str | Path):
         kind = type(policy).__name__
-        raise ConfigError(f"a policy is a name, a path, a mapping or a Policy, not {kind}")
+        raise ConfigError(
+            f"a policy is a name, a path, a mapping or a Policy, not {kind}; give one"
+        )
     if _is_path(policy):
         file = _existing(policy)
         return _policy(read_toml(file), str(file), _base_policy(), strict=True)

@@ -95,7 +95,9 @@ class BackendOptions:
         try:
             load_policy(self.policy)
         except ConfigError as why:
-            raise ConfigError(f"torch.compile, backend tvm_fusion: option policy: {why}") from why
+            raise ConfigError(
+                f"torch.compile, backend tvm_fusion: option policy: {why}; give another"
+            ) from why
         if not (self.database is None or _is_database(self.database)):
             raise _wrong("database", self.database, "a folder that `tune` made, a TuningDatabase")
         if not (self.report is None or callable(self.report) or _is_path(self.report)):
