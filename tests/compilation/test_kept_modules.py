@@ -11,7 +11,7 @@ from tvm_fusion.compilation import compiler, kept_modules
 from tvm_fusion.flow import plan_cache
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.ir import weights
-from tvm_fusion.runtime.build import early_launches
+from tvm_fusion.kernels.gpu import ahead
 from tvm_fusion.runtime.module import CompiledModule
 
 WIDTH = 32
@@ -125,7 +125,7 @@ def test_what_is_asked_for_otherwise_is_compiled(planned):
     assert len(planned) == 5
 
 
-@pytest.mark.parametrize("variable", [early_launches.VARIABLE, "TVM_CUDA_NVCC_NO_FAST_MATH"])
+@pytest.mark.parametrize("variable", [ahead.VARIABLE, "TVM_CUDA_NVCC_NO_FAST_MATH"])
 def test_what_the_environment_says_of_kernels_is_heeded(variable, planned, monkeypatch):
     model = Model(0)
     compiled(model)

@@ -90,7 +90,10 @@ void check(const void* p, size_t size, size_t alignment, bool counted) {
       if (c >= w.low && c + size <= w.high)
         for (size_t i = 0; i < size; i++) w.counts[c - w.low + i] += w.counts[c - w.low + i] < 255;
   for (const Range& r : ranges)
-    if (c >= r.low && c + size <= r.high) return;
+    if (c >= r.low && c + size <= r.high) {
+      if (counted && current->waits_yet) fail("memory is touched in front of the wait");
+      return;
+    }
   Block* home = current->home;
   auto inside = [&](std::vector<char>& m) { return c >= m.data() && c + size <= m.data() + m.size(); };
   if (inside(home->dynamic)) return;
@@ -188,6 +191,7 @@ static void** kernel_arguments;
 static void enter() {
   if (!current->linear && !current->rank) clear_units();
   launch_kernel(kernel_arguments);
+  if (current->waits_yet) fail("a thread ends without a wait");
   running()->done = true;
   swapcontext(&running()->context, &main_context);
 }
@@ -204,6 +208,7 @@ static void run_cluster(std::vector<Running>& fibers, Dim first, int dynamic_byt
     Running& f = fibers[i];
     int t = i % threads_per_block;
     f.done = false;
+    f.waits_yet = false;
     f.linear = t;
     f.rank = i / threads_per_block;
     f.thread = {t % block_dim.x, t / block_dim.x % block_dim.y, t / block_dim.x / block_dim.y};

@@ -111,6 +111,7 @@ struct Fiber {
   int linear;
   unsigned rank;
   Block* home;
+  bool waits_yet;  // a thread of a kernel that is launched early, in front of its wait
 };
 extern Fiber* current;
 extern Dim block_dim, grid_dim;
@@ -178,6 +179,17 @@ template <class T> static Pointer<T> shared_array(int id, long long n, int align
 static Pointer<uchar> dynamic_shared() { return Pointer<uchar>((uchar*)dynamic_memory()); }
 
 // ---- stand-ins for device functions that are written in PTX
+
+// Early launches: in front of its wait a thread may ask for memory, and not read or write it.
+static void begin_early() { current->waits_yet = true; }
+static void tvmf_wait_for_kernels_before() { current->waits_yet = false; }
+template <class T> static void tvmf_behind_wait(T&) {
+  if (current->waits_yet) fail("an address is made anew in front of the wait");
+}
+static void tvmf_bring_bytes(const void* p, long long at, int size) { check((const char*)p + at, size, 16, false); }
+#define BRING(name, ...) static void name(unsigned long long, __VA_ARGS__) {}
+BRING(tvmf_bring_box1, int) BRING(tvmf_bring_box2, int, int) BRING(tvmf_bring_box3, int, int, int)
+BRING(tvmf_bring_box4, int, int, int, int) BRING(tvmf_bring_box5, int, int, int, int, int)
 
 template <int N> static void copy(void* d, const void* s, bool global_source, bool global_target) {
   if (global_source) check(s, N, N);

@@ -67,6 +67,7 @@ struct Load { Block* home; TensorMap map; int at[5]; uint32_t target, barrier; }
 static std::vector<Load> loads;
 void tensor_load(uint32_t target, const void* map, const int* at, int rank, uint32_t barrier, int blocks) {
   const TensorMap* m = (const TensorMap*)map;
+  if (current->waits_yet) fail("memory is touched in front of the wait");
   if (m->rank != rank) fail("a bulk tensor load of another rank than its map");
   if (target % 1024) fail("a swizzled box that does not start at 1024 bytes");
   counted(barrier);

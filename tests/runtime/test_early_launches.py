@@ -1,28 +1,39 @@
-"""Kernels of a module are launched early where the device can, and wait for those before them."""
+"""Kernels of a module are launched early where the device can, and keep the contract of it."""
 
+import functools
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import tvm
+from tvm.relax import op
+from tvm.script import tirx as T
 
 from tvm_fusion.config import resolve_target
+from tvm_fusion.kernels.attention.decode.kernel import emit_attention_decode
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper
 from tvm_fusion.kernels.gemm.runs.rank import emit_product, product_ranked
+from tvm_fusion.kernels.gemm.skinny.kernel import emit_gemm_skinny
+from tvm_fusion.kernels.gpu.ahead import VARIABLE, bring_bytes
 from tvm_fusion.runtime.build.build import build
-from tvm_fusion.runtime.build.early_launches import (
-    DYNAMIC_SMEM,
-    EARLY,
-    VARIABLE,
-    launched_early,
-)
+from tvm_fusion.runtime.build.early_launches import DYNAMIC_SMEM, EARLY, launched_early
 from tvm_fusion.runtime.build.kernel_code import kernel_code
-from tvm_fusion.runtime.build.lowering import COOPERATIVE, LAUNCH_PARAMS
+from tvm_fusion.runtime.build.lowering import COOPERATIVE, LAUNCH_PARAMS, SCHEDULED_ATTR, TIRX_ATTR
 
+from ..support import cuda_on_cpu
+from ..support.cuda_on_cpu import EmulationError, run_cuda_on_cpu
+from ..support.decode_cases import Sizes, attention_of
+from ..support.hopper_on_cpu import run_hopper_on_cpu
+from ..support.kernel_cases import fuse
 from ..support.runtime_cases import H200, call_in_sequence, double_in_tirx
 from ..support.thin_products import Thin
+from ..support.wgmma_registers import machine_code
 
-INSTRUCTIONS = ("griddepcontrol.wait;", "griddepcontrol.launch_dependents;")
+INSTRUCTIONS = ("griddepcontrol.launch_dependents;", "griddepcontrol.wait;")
 FIRST_STATEMENT = re.compile(r"double_kernel\([^;{]*\) \{\s*(\w+)\(\);")
+CALLED = "tvmf_wait_for_kernels_before();"
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["source", "compiled"])
@@ -77,3 +88,123 @@ def test_a_kernel_whose_blocks_wait_for_each_other_is_not_launched_early(monkeyp
     spread = func.with_attr(LAUNCH_PARAMS, [COOPERATIVE, *parameters(unit)])
     kernels = tvm.IRModule({gvar: spread})
     assert launched_early(kernels, unit.target)[gvar].same_as(spread)
+
+
+# ---- what stands in front of the wait
+
+
+def product(rows, emit):
+    """``x w^T + c`` of an odd number of columns."""
+
+    def graph(bb, x, w, c):
+        return op.add(bb.emit(op.matmul(x, bb.emit(op.permute_dims(w)))), c)
+
+    shapes = (rows, 512), (200, 512), (200,)
+    hw = resolve_target("nvidia_h200")[1]
+    func = fuse(graph, *((shape, "float16") for shape in shapes))
+    rng = np.random.default_rng(rows)
+    x, w, c = (rng.standard_normal(shape).astype("float16") for shape in shapes)
+    expected = x.astype(float) @ w.T.astype(float) + c
+    return emit(analyze_contraction(func), hw), [x, w, c], expected
+
+
+def attention():
+    """One query of two heads that share 256 keys."""
+    hw = resolve_target("nvidia_h200")[1]
+    found = attention_of(Sizes(2, 2, 2, 1, 256, 64, 64))
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        rng.standard_normal(shape).astype("float16")
+        for shape in ((2, 2, 1, 64), (2, 1, 256, 64), (2, 1, 256, 64))
+    )
+    scores = np.einsum("bhmd,bnd->bhmn", q.astype(float), k[:, 0].astype(float)) * 0.125
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("bhmn,bnd->bhmd", weights, v[:, 0].astype(float))
+    return emit_attention_decode(found, hw), [q, k, v], expected
+
+
+KERNELS = {
+    "skinny": (functools.partial(product, 1, emit_gemm_skinny), run_cuda_on_cpu),
+    "skinny 5": (functools.partial(product, 5, emit_gemm_skinny), run_cuda_on_cpu),
+    "hopper": (functools.partial(product, 16, emit_gemm_hopper), run_hopper_on_cpu),
+    "attention": (attention, run_cuda_on_cpu),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_asks_for_its_tensors_and_touches_none_before_it_waits(name, monkeypatch):
+    make, run = KERNELS[name]
+    plain = cuda_on_cpu.cuda_source(make()[0])
+    assert "bring" not in plain
+    monkeypatch.setenv(VARIABLE, "1")
+    kernel, inputs, expected = make()
+    lowered = cuda_on_cpu.lower(kernel)
+    head, _ = lowered.source.rsplit(CALLED, 1)
+    assert "tvmf_bring_" in head.rsplit('extern "C"', 1)[1]
+    result = np.full(expected.shape, np.nan, "float16")
+    run(lowered, [*inputs, result])  # the emulator knows what is touched before the wait
+    assert np.abs(result - expected).max() <= 4e-3 * np.abs(expected).max()
+
+
+def test_the_emulator_sees_a_kernel_that_does_not_wait(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
+    kernel, inputs, expected = product(1, emit_gemm_skinny)
+    lowered = cuda_on_cpu.lower(kernel)
+    source = re.sub(r"tvmf_behind_wait\(\w+\);", "", lowered.source.replace(CALLED, ""))
+    with pytest.raises(EmulationError, match="in front of the wait"):
+        run_cuda_on_cpu(
+            replace(lowered, source=source), [*inputs, np.zeros(expected.shape, "float16")]
+        )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["skinny", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("hopper", "attention"))],
+)
+def test_machine_code_loads_nothing_before_it_waits_and_nothing_as_a_constant(name, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
+    code = machine_code(KERNELS[name][0]()[0])
+    before, behind = code.split("ACQBULK")
+    loads = r"\b(LDG|LD|LDGSTS|UTMALDG|UBLKCP|STG|ST|ATOMG|RED|UTMASTG)\."
+    assert re.search(r"\b(UBLKPF|UTMAPF)\.", before)
+    assert "PREEXIT" in before
+    assert not re.search(loads, before)
+    assert re.search(loads, behind)
+    assert not re.search(r"\bLDG\.\S*CONSTANT", behind)
+
+
+def asking(load_first):
+    """y = 2 x, of a kernel that asks for x, and may read it, in front of its wait."""
+
+    @T.prim_func
+    def asks(x: T.Buffer((128,), "float32"), y: T.Buffer((128,), "float32")):
+        T.device_entry()
+        tx = T.thread_id([128])
+        with T.attr({"tvm_fusion.before_wait": 1}):
+            T.evaluate(bring_bytes(x.ptr_to([0]), 512))
+        y[tx] = x[tx] * T.float32(2)
+
+    @T.prim_func
+    def reads(x: T.Buffer((128,), "float32"), y: T.Buffer((128,), "float32")):
+        T.device_entry()
+        tx = T.thread_id([128])
+        kept = T.alloc_local((1,), "float32")
+        kept[0] = x[tx]
+        with T.attr({"tvm_fusion.before_wait": 1}):
+            T.evaluate(bring_bytes(x.ptr_to([0]), 512))
+        y[tx] = kept[0] * T.float32(2)
+
+    func = reads if load_first else asks
+    return func.with_attr(TIRX_ATTR, True).with_attr(SCHEDULED_ATTR, True)
+
+
+@pytest.mark.parametrize("load_first", [False, True], ids=["asks", "reads"])
+def test_a_kernel_that_would_read_in_front_of_its_wait_waits_at_its_start(load_first, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
+    lowered = cuda_on_cpu.lower(asking(load_first))
+    body = lowered.source.rsplit('extern "C"', 1)[1]
+    assert (body.index(CALLED) < body.index("tvmf_bring_bytes(")) == load_first
+    x, y = np.arange(128, dtype="float32"), np.zeros(128, "float32")
+    run_cuda_on_cpu(lowered, [x, y])
+    assert (y == 2 * x).all()

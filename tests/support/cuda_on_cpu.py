@@ -29,6 +29,7 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
+from tvm_fusion.runtime.build.early_launches import EARLY, launched_early
 from tvm_fusion.runtime.build.lowering import mixed_tir_pipeline
 
 from .helpers_tir import UNOPTIMISED
@@ -75,7 +76,7 @@ class EmulationError(AssertionError):
 
 
 def lower(func: tirx.PrimFunc) -> Lowered:
-    """Lowers a scheduled PrimFunc as a build does."""
+    """Lowers a scheduled PrimFunc as a build does; one that is launched early if kernels are."""
     mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
     mod = tirx.transform.BindTarget(CUDA)(mod)
     passes, finish_host, finish_device = mixed_tir_pipeline()
@@ -83,8 +84,9 @@ def lower(func: tirx.PrimFunc) -> Lowered:
         host, devices = tirx_build.split_host_device_mods(passes(mod))
         ((target, device),) = devices.items()
         ((name, kernel),) = device.functions.items()
-        device = finish_device()(device)
+        device = launched_early(finish_device()(device), CUDA)
         source = tirx_build.codegen_build(device, target).inspect_source()
+        ((_, kernel),) = device.functions.items()
     launch_params = tuple(str(p) for p in kernel.attrs["tirx.kernel_launch_params"])
     return Lowered(finish_host()(_without_device(host)), source, name.name_hint, launch_params)
 
@@ -202,7 +204,7 @@ def _launch(
     seed: int | None = None,
 ) -> EmulationError | None:
     """What the driver does: `args` are the kernel's arguments followed by the launch parameters."""
-    params = [name for name in lowered.launch_params if name != COOPERATIVE]
+    params = [name for name in lowered.launch_params if name not in (COOPERATIVE, EARLY)]
     count = len(args) - len(params)
     shape = dict(zip(params, map(int, args[count:]), strict=True))
     sizes = [
@@ -233,7 +235,11 @@ def _launch(
 
 def translated(lowered: Lowered) -> str:
     """The kernel in C++ for the emulated device."""
-    return _translate(lowered.source, lowered.kernel)
+    text = _translate(lowered.source, lowered.kernel)
+    if EARLY not in lowered.launch_params:
+        return text
+    head, launch = text.rsplit("launch_kernel(void** kernel_arguments) { ", 1)
+    return f"{head}launch_kernel(void** kernel_arguments) {{ begin_early(); {launch}"
 
 
 def compile_together(texts: Iterable[str], at_once: int = 24) -> None:

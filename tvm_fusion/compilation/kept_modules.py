@@ -49,10 +49,10 @@ from ..ir.weights import (
     weights_of,
     with_parameters_bound,
 )
+from ..kernels.gpu.ahead import launches_early
 from ..report.screen import Report
 from ..runtime.build.build import Built, build_functions
 from ..runtime.build.cuda_compiler import flags_of_environment
-from ..runtime.build.early_launches import launches_early
 from ..runtime.build.weight_values import WeightValues
 from ..runtime.calls.compiled_module import CompiledModule
 from ..runtime.calls.sidecar import library_of

@@ -31,7 +31,7 @@ from ..config.digest import digest
 from ..errors import InputError
 from ..host.atomic_files import replace_file
 from ..host.cache_folder import cache_dir, make_folder
-from ..runtime.build.early_launches import launches_early
+from ..kernels.gpu.ahead import launches_early
 from ..runtime.build.kernel_code import CudaUnit, KernelCode
 from .plan_cache import all_ours, surroundings
 
