@@ -843,7 +843,9 @@ def test_nvcc_begins_while_other_functions_are_still_written(monkeypatch):
 
     def noted(planned, ahead):
         events.append(planned.source.function)
-        return write(planned, ahead)
+        found = write(planned, ahead)
+        assert ahead._ahead.codes  # they are lowered in other threads
+        return found
 
     def begun(compiling, source):
         events.append(kernel_names(source))

@@ -1,5 +1,7 @@
 """Kernels that are lowered and compiled while others are still written."""
 
+import threading
+
 import pytest
 import tvm
 
@@ -7,6 +9,7 @@ from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.flow.kernels_ahead import KernelsAhead, kernels_ahead
 from tvm_fusion.runtime.build.build import KernelBuildError, build
 from tvm_fusion.runtime.build.cuda_compiler import Compiler, kernel_names
+from tvm_fusion.runtime.build.kernel_code import kernel_code
 from tvm_fusion.runtime.build.lowering import SCHEDULED_ATTR
 
 from ..support.runtime_cases import (
@@ -66,6 +69,26 @@ def test_nvcc_begins_before_the_next_kernel_is_there(monkeypatch):
         (unit,) = ahead.codes["first"].units
         assert ahead.compiling.begin(unit.source).result().binary
     assert sources == [("first_kernel",)]
+
+
+def test_kernels_are_lowered_beside_the_writer_with_its_options(monkeypatch):
+    seen = []
+
+    def noted(name, *how, **more):
+        config = dict(tvm.transform.PassContext.current().config)
+        seen.append((name, threading.current_thread() is threading.main_thread(), config))
+        return kernel_code(name, *how, **more)
+
+    monkeypatch.setattr("tvm_fusion.flow.kernels_ahead.kernel_code", noted)
+    options = {"tirx.disable_storage_rewrite": True}
+    instrument = tvm.ir.instrument.PassTimingInstrument()
+    with KernelsAhead(TARGET, H200, POLICY) as ahead:
+        with tvm.transform.PassContext(config=options):
+            ahead.add("beside", double_in_tirx(), "pointwise", double_in_tirx())
+        with tvm.transform.PassContext(config=options, instruments=[instrument]):
+            ahead.add("watched", double_in_tirx(), "pointwise", double_in_tirx())
+        assert list(ahead.codes) == ["beside", "watched"]
+    assert sorted(seen) == [("beside", False, options), ("watched", True, options)]
 
 
 def test_kernels_of_the_other_dialect_are_left_to_the_build():

@@ -4,17 +4,20 @@
                                                                  |
     module of all kernels  -----------------> build  <-----------+
 
-A kernel is lowered as soon as it is written, so that compiling the first ones and writing the next
-ones take place at the same time. One that the kernel cache has is neither written nor lowered: a
+A kernel is lowered as soon as it is written, in a thread of its own (TVM's passes hold no lock of
+Python's), so that lowering and compiling the first ones and writing the next ones take place at the
+same time. One that the kernel cache has is neither written nor lowered: a
 declaration stands for it in the module. Where several functions become one module, so do their
 kernels: one that another function had is not written again.
 """
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import tvm
 import tvm_ffi
@@ -22,6 +25,7 @@ from tvm import tirx
 
 from ..config import HardwareProfile, Policy
 from ..errors import BuildError
+from ..host.cores import available_cores, use_all_cores
 from ..runtime.build.cubin_cache import Compiling
 from ..runtime.build.cuda_compiler import cuda_arch
 from ..runtime.build.kernel_code import KernelCode, kernel_code
@@ -29,6 +33,8 @@ from ..runtime.build.lowering import TIRX_ATTR, is_tirx
 from ..transform.functions.unique_names import FreshNames
 from .kernel_cache import KernelCache
 
+MOST_LOWERED = 4
+"""Kernels at a time: a quarter of the work is Python's, which one thread does at a time."""
 logger = logging.getLogger(__name__)
 
 
@@ -39,13 +45,14 @@ class KernelsAhead:
 
     Attributes
     ----------
-    codes : dict of str to KernelCode
-        By name of PrimFunc.
     compiling : Compiling
     """
 
     def __init__(self, target: tvm.target.Target, hw: HardwareProfile, policy: Policy) -> None:
-        self.codes: dict[str, KernelCode] = {}
+        self._codes: dict[str, Future[KernelCode | None]] = {}
+        self._pool = ThreadPoolExecutor(
+            min(MOST_LOWERED, available_cores()), initializer=use_all_cores
+        )
         self.compiling = Compiling(cuda_arch(target))
         self._target = target
         self._cache = KernelCache.of(target, hw, policy)
@@ -56,11 +63,18 @@ class KernelsAhead:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
         self.compiling.__exit__(*exception)
+
+    @property
+    def codes(self) -> dict[str, KernelCode]:
+        """By name of PrimFunc, once all that was added is lowered."""
+        found = {name: code.result() for name, code in self._codes.items()}
+        return {name: code for name, code in found.items() if code is not None}
 
     def forget(self) -> None:
         """The function is written anew: its PrimFuncs may be others."""
-        self.codes.clear()
+        self._codes.clear()
         self._looked_up.clear()
 
     def known(
@@ -69,12 +83,13 @@ class KernelsAhead:
         """The declaration of a PrimFunc's kernel, if its code is known; nvcc begins then. `choice`
         is what tuning chose, empty for the untuned kernel.
         """
-        if name not in self.codes:
+        begun = self._codes.get(name)
+        if begun is None or begun.result() is None:
             path = self._path(name, func, class_name, choice)
             code = path and self._cache.read(path)
             if code is None:
                 return None
-            self._begin(name, code)
+            self._codes[name] = _done(self._begun(code))
         return func.with_body(tirx.Evaluate(0)).with_attr(TIRX_ATTR, True)
 
     def add(
@@ -90,15 +105,32 @@ class KernelsAhead:
         """
         if not is_tirx(kernel):
             return
+        path = self._path(name, func, class_name, choice)
+        context = tvm.transform.PassContext.current()
+        if context.instruments:  # they see one pass after the other, in the thread that has them
+            self._codes[name] = _done(self._lowered(name, kernel, path))
+        else:
+            same = partial(_same_context, context)
+            self._codes[name] = self._pool.submit(self._lowered, name, kernel, path, same)
+
+    def _lowered(
+        self,
+        name: str,
+        kernel: tirx.PrimFunc,
+        path: Path | None,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> KernelCode | None:
+        """The code of a kernel, which nvcc begins with; None where it does not lower."""
         try:
-            code = kernel_code(name, kernel, self._target, early=True)
+            with context():
+                code = kernel_code(name, kernel, self._target, early=True)
         except BuildError as error:
             logger.info("%s", error)
-            return
-        self._begin(name, code)
-        path = self._path(name, func, class_name, choice)
+            return None
+        self._begun(code)
         if path:
             self._cache.keep(path, code)
+        return code
 
     def _path(self, name: str, func: tirx.PrimFunc, class_name: str, choice: str) -> Path | None:
         """Where the cache has the code of a PrimFunc; its text is a hundredth of a second's work,
@@ -111,10 +143,23 @@ class KernelsAhead:
             self._looked_up[key] = self._cache.path(name, func, class_name, choice)
         return self._looked_up[key]
 
-    def _begin(self, name: str, code: KernelCode) -> None:
-        self.codes[name] = code
+    def _begun(self, code: KernelCode) -> KernelCode:
         for unit in code.units:
             self.compiling.begin(unit.source)
+        return code
+
+
+def _done(code: KernelCode | None) -> Future[KernelCode | None]:
+    found: Future[KernelCode | None] = Future()
+    found.set_result(code)
+    return found
+
+
+def _same_context(context: tvm.transform.PassContext) -> tvm.transform.PassContext:
+    """The options of passes that another thread has."""
+    required, disabled = list(context.required_pass), list(context.disabled_pass)
+    config = dict(context.config)
+    return tvm.transform.PassContext(context.opt_level, required, disabled, config=config)
 
 
 class KernelsOfAll:

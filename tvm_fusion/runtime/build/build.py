@@ -67,8 +67,10 @@ __all__ = [
 class CompiledAhead(Protocol):
     """Kernels that nvcc compiles since they were written: their code by name of PrimFunc."""
 
-    codes: Mapping[str, KernelCode]
     compiling: Compiling
+
+    @property
+    def codes(self) -> Mapping[str, KernelCode]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -111,7 +112,7 @@ class Compiling:
     """
 
     def __init__(self, arch: str, jobs: int | None = None) -> None:
-        self._arch = arch
+        self._arch, self._lock = arch, threading.Lock()
         self._begun: dict[str, Future[DeviceCode | BuildError]] = {}
         self._pool = ThreadPoolExecutor(
             jobs or _jobs or available_cores(), initializer=use_all_cores
@@ -127,9 +128,10 @@ class Compiling:
         """Compile a source in a thread of its own, or take it from the cache; what was given before
         is not compiled again. Its error is a result, and leaves the other sources alone.
         """
-        if source not in self._begun:
-            self._begun[source] = self._pool.submit(self._attempt, source)
-        return self._begun[source]
+        with self._lock:
+            if source not in self._begun:
+                self._begun[source] = self._pool.submit(self._attempt, source)
+            return self._begun[source]
 
     def _attempt(self, source: str) -> DeviceCode | BuildError:
         try:
