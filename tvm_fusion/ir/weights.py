@@ -377,7 +377,7 @@ def may_be_weight(shape: Iterable[int], dtype: str) -> bool:
 def looks_random(sample: np.ndarray) -> bool:
     """Whether numbers that were picked from a constant are those of a weight, and no pattern."""
     words = np.ascontiguousarray(sample).view(f"uint{8 * sample.itemsize}")
-    return len(np.unique(words)) >= LEAST_DISTINCT
+    return len(set(words.ravel().tolist())) >= LEAST_DISTINCT  # `np.unique` imports `np.ma`
 
 
 def _is_weight(tensor: tvm.runtime.Tensor) -> bool:

@@ -108,9 +108,11 @@ class AttentionClass(Family):
         return time.resources
 
     def writer(self, hw: HardwareProfile) -> Writer:
-        from .forms import CPU_WRITER, WRITER
-
-        return CPU_WRITER if hw.kind == "llvm" else WRITER
+        if hw.kind == "llvm":
+            from .cpu.forms import WRITER
+        else:
+            from .forms import WRITER
+        return WRITER
 
 
 def _time(
