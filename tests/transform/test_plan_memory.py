@@ -1,6 +1,7 @@
 """Storages: lifetimes, places side by side, the peak, and numbers of modules that share memory."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 import tvm
 from tvm import relax
 
+from tvm_fusion.ir.extents import UPPER_BOUNDS_ATTR
 from tvm_fusion.runtime.build.build import build
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 from tvm_fusion.transform.memory.plan_memory import SETTLE, PlanMemory
@@ -169,6 +171,20 @@ def test_symbolic_shapes_get_the_plan_of_tvm():
     wanted = relax.transform.StaticPlanBlockMemory()(mod)
     count = wanted["main"].script().count("memory.alloc_storage")
     assert given["main"].script().count("memory.alloc_storage") == count
+
+
+def test_a_storage_of_bounded_size_is_as_large_as_a_call_needs():
+    rows = tvm.tirx.Var("n", "int64")
+    symbolic = relax_module(branches, ("x", (rows, 32), "float32"))
+    bounds = {"n": 1 << 20}
+    symbolic["main"] = symbolic["main"].with_attr(UPPER_BOUNDS_ATTR, bounds)
+    passes = (relax.transform.LegalizeOps(), relax.transform.ToNonDataflow())
+    mod = tvm.transform.Sequential([*passes, relax.transform.CallTIRRewrite()])(symbolic)
+    main = PlanMemory()(mod)["main"]
+    sizes = re.findall(r"alloc_storage\(R.shape\(\[(.*?)\]\)", main.script())
+    assert sizes
+    assert all("n" in size for size in sizes)
+    assert dict(main.attrs[UPPER_BOUNDS_ATTR]) == bounds
 
 
 def test_the_plan_counts_a_storage_until_its_last_tensor(monkeypatch):

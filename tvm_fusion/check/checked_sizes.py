@@ -16,6 +16,7 @@ import tvm_ffi
 from tvm import relax, s_tir, tirx
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from ..ir.extents import LOWER_BOUNDS_ATTR, MULTIPLES_ATTR, UPPER_BOUNDS_ATTR
 from ..transform.functions.functions import operator_name
 from .inputs import random_inputs
 
@@ -90,17 +91,23 @@ def checked_sizes(
 def _sizes(
     func: relax.Function, symbols: list[str], sizes: tuple[int, ...], number: int
 ) -> dict[str, int]:
-    lower, upper = (_bounds(func, f"tir_var_{which}_bound") for which in ("lower", "upper"))
+    attrs = LOWER_BOUNDS_ATTR, UPPER_BOUNDS_ATTR, MULTIPLES_ATTR
+    lower, upper, multiples = (_numbers(func, name) for name in attrs)
     most = min(_rows_read_by_place(func), default=max(sizes))
     found = {}
     for i, name in enumerate(symbols):
         size = sizes[(number + (i if number % 2 else 0)) % len(sizes)]
         size = max(min(size, most), lower.get(name, 1))
-        found[name] = min(size, upper.get(name, size))
+        found[name] = _multiple(min(size, upper.get(name, size)), multiples.get(name, 1))
     return found
 
 
-def _bounds(func: relax.Function, name: str) -> dict[str, int]:
+def _multiple(size: int, of: int) -> int:
+    """The largest multiple that is not above a size, or the first one."""
+    return max(size // of, 1) * of
+
+
+def _numbers(func: relax.Function, name: str) -> dict[str, int]:
     attrs = func.attrs or {}
     return {str(k): int(v) for k, v in attrs[name].items()} if name in attrs else {}
 

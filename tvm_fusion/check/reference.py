@@ -45,6 +45,7 @@ from ..runtime.build.guards import with_guards
 from ..runtime.build.kept_nan import RULES as KEPT_NAN
 from ..runtime.calls.signature import function_of, virtual_machine
 from ..transform.functions.functions import has_branches, rewritten
+from ..transform.memory.plan_memory import unbounded
 from .checked_sizes import has_large_loops, order_loops
 from .inputs import other_numbers
 from .plain import LLVM
@@ -377,7 +378,7 @@ def build_references(
     wide = to_float64(mod)
     if target is None or target.kind.name == "llvm":
         llvm = LLVM if has_large_loops(wide) else _QUICK
-        guarded = with_guards(order_loops(wide), "llvm")
+        guarded = with_guards(order_loops(unbounded(wide)), "llvm")
         with _reference_passes(guarded):
             executable = tvm.compile(rewritten(guarded, KEPT_NAN), llvm)
         device = tvm.cpu()

@@ -11,6 +11,10 @@ from functools import lru_cache
 
 from .access import Extent
 
+LOWER_BOUNDS_ATTR = "tir_var_lower_bound"  # of a Relax function: a mapping of symbols by name
+UPPER_BOUNDS_ATTR = "tir_var_upper_bound"
+MULTIPLES_ATTR = "tvm_fusion.multiples"  # of what each value is a multiple
+UNBOUNDED_BELOW = 2  # what torch.export may note as the least of a size without a lower bound
 ASSUMED_SYMBOLIC_EXTENT = 128  # a size for n when only the cost is asked; legality never uses it
 
 

@@ -26,8 +26,10 @@ from tvm.ir import Op
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 
 from ...errors import FrontendError
+from ...ir.extents import MULTIPLES_ATTR
 from ...ir.origins import Origin
 from ...ir.weights import SAMPLED, Weight, looks_random, may_be_weight
+from ..multiples import Multiples, Size, Symbols, product
 from .complex.pairs import has_no_rule, is_complex_node
 from .refusals import COMPLEX, NO_CONVERTER, Refused, origin_of
 
@@ -71,7 +73,8 @@ class Importer(ExportedProgramImporter):
     def __init__(self, converters: Mapping[str, Callable[[Any, fx.Node], relax.Expr]]) -> None:
         self.converters = converters
         self.known_values: dict[fx.Node, torch.Tensor] = {}
-        self.symbols: dict[str, tirx.Var] = {}
+        self.symbols: dict[str, tirx.Expr] = {}
+        self.multiples: dict[str, int] = {}
         self.masks: dict[tuple[fx.Node, str], tuple[relax.Expr, relax.Expr]] = {}
         self.in_place: set[fx.Node] = set()
         self.origins: dict[str, Origin] = {}
@@ -92,13 +95,19 @@ class Importer(ExportedProgramImporter):
     def from_exported_program(self, program: torch.export.ExportedProgram, **options: Any) -> Any:
         """Translate a program, after computing what depends on no input."""
         self.known_values = input_free_values(program)
-        return super().from_exported_program(program, **options)
+        mod = super().from_exported_program(program, **options)
+        if self.multiples:
+            mod["main"] = mod["main"].with_attr(MULTIPLES_ATTR, self.multiples)
+        return mod
 
     def create_input_vars(self, program: torch.export.ExportedProgram) -> Any:
         """TVM's variables for the inputs; notes their symbolic dimensions."""
         given, inputs, ranges = super().create_input_vars(program)
         self.symbols = symbols_of(inputs.values())
-        return given, inputs, ranges
+        multiples = Multiples.of(inputs.values(), self.symbols)
+        self.symbols |= multiples.symbols
+        self.multiples = multiples.of_what
+        return given, multiples.inputs(inputs), multiples.ranges(ranges)
 
     def create_convert_map(self) -> dict[Any, Callable[[fx.Node], relax.Expr]]:
         """TVM's converters with ours over them, each followed by a conversion to the right type."""
@@ -387,9 +396,6 @@ def _is_permutation(expression: relax.Expr | None) -> bool:
 
 # ---- Symbolic sizes of PyTorch as expressions of TVM.
 
-Size = int | tvm.ir.Expr
-Symbols = Mapping[str, tirx.Var]
-
 
 def _folded(combine: Callable) -> Callable[..., Size]:
     return lambda *args: functools.reduce(combine, args)
@@ -437,7 +443,9 @@ def _convert(expression: sympy.Expr, symbols: Symbols) -> Size | None:
         args.sort(key=lambda arg: bool(arg.is_number))
     args = [_convert(arg, symbols) for arg in args]
     function = FUNCTIONS.get(type(expression))
-    return None if function is None or any(arg is None for arg in args) else function(*args)
+    if function is None or any(arg is None for arg in args):
+        return None
+    return product(args) if isinstance(expression, sympy.Mul) else function(*args)
 
 
 # ---- The part of an exported program that depends on no input, computed by PyTorch itself.

@@ -317,11 +317,11 @@ def _layer_norm(importer: Importer, node: fx.Node) -> relax.Expr:
     """layer_norm(input, normalized_shape, weight, bias, eps)."""
     given = bound_arguments(node)
     x = importer.value_of(given["input"])
-    shape = [int(n) for n in given["normalized_shape"]]
+    shape = list(x.ty.shape.values)[-len(given["normalized_shape"]) :]
 
     def parameter(name: str, missing: float) -> relax.Expr:
         if given[name] is None:
-            return relax.const(np.full(shape, missing), x.ty.dtype)
+            return _filled(importer, shape, missing, str(x.ty.dtype))
         return importer.value_of(given[name])
 
     return importer.emit(
@@ -334,6 +334,13 @@ def _layer_norm(importer: Importer, node: fx.Node) -> relax.Expr:
             **_parts(given),
         )
     )
+
+
+def _filled(importer: Importer, shape: list, value: float, dtype: str) -> relax.Expr:
+    """What an operator asks for and does not read (`_parts`)."""
+    if all(isinstance(extent, tirx.IntImm) for extent in shape):
+        return relax.const(np.full([int(extent) for extent in shape], value), dtype)
+    return importer.emit(relax.op.full(shape, relax.const(value, dtype), dtype))
 
 
 def _parts(given: dict) -> dict[str, bool]:

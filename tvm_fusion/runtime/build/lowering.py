@@ -45,6 +45,7 @@ from ...transform.lower import decode_float8, wrap_integers
 from ...transform.lower.ordered_writes import meeting_loops
 from ...transform.memory.plan_memory import PlanMemory, PlanMemoryByTVM
 from . import hidden_ranges
+from .empty_launches import TellOutputs, launched_if_filled
 from .guards import with_guards
 from .hidden_divisions import with_hidden_divisions
 from .join_writes import JoinWrites
@@ -84,7 +85,7 @@ def lowering_pipeline(
         ViewReshapes(),
         *([JoinWrites()] if on_gpu else []),
         relax.transform.DeadCodeElimination(),
-        *([ScheduleLeftovers(target)] if on_gpu else []),
+        *([ScheduleLeftovers(target), TellOutputs()] if on_gpu else []),
         relax.transform.ToNonDataflow(),
         relax.transform.RemovePurityChecking(),
         relax.transform.CallTIRRewrite(),
@@ -224,7 +225,7 @@ def mixed_tir_pipeline() -> TIRPipeline:
         mod = with_hidden_divisions(with_guards(_with_narrow_types(mod)))
         if not _has_ours(mod):
             return with_kept_nan(with_exact_doubles(lower_s_tir(mod)))
-        bare = {gv: without_root(func) for gv, func in mod.functions_items()}
+        bare = {gv: launched_if_filled(without_root(f)) for gv, f in mod.functions_items()}
         written = {gv: f for gv, f in bare.items() if is_tirx(f)}
         scheduled = {gv: f for gv, f in bare.items() if gv not in written}
         apart = {gv: scheduled.pop(gv) for gv, f in list(scheduled.items()) if _is_apart(f)}

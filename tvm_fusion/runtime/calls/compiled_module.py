@@ -531,6 +531,7 @@ class CompiledModule:
         return {
             "function": self.function,
             "signature": self._all_parameters.to_json(),
+            "bounds": self.signature.bounds_to_json(),
             "formats": self.signature.formats and self.signature.formats.to_json(),
             "launches": self.launches,
             "plan": self.plan and self.plan.to_dict(),
@@ -603,7 +604,10 @@ class CompiledModule:
             library,
             target,
             Signature.from_json(
-                meta["signature"], meta.get("function", "main"), meta.get("formats")
+                meta["signature"],
+                meta.get("function", "main"),
+                meta.get("formats"),
+                meta.get("bounds"),
             ),
             plan=None if meta["plan"] is None else FusionPlan.from_dict(meta["plan"], str(path)),
             report=meta["report"] and str(meta["report"]),

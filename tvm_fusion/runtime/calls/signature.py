@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from tvm import relax, tirx
 from ...errors import InputError
 from ...host import threads as _threads
 from ...host.team import install
+from ...ir.extents import LOWER_BOUNDS_ATTR, MULTIPLES_ATTR, UNBOUNDED_BELOW, UPPER_BOUNDS_ATTR
 from ...transform.layouts.memory_formats import MemoryFormats, channels_first
 from ...transform.layouts.orders import ordered
 from .sidecar import without_lines
@@ -111,6 +112,32 @@ class InputSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """Which values a symbolic extent may have.
+
+    Attributes
+    ----------
+    least : int
+    most : int or None
+        Both are among them; None where there is no bound.
+    multiple : int
+        Of which each value is a multiple.
+    """
+
+    least: int = 0
+    most: int | None = None
+    multiple: int = 1
+
+    def refusal(self, value: int) -> str | None:
+        """What is wrong with a value; None if it is one of them."""
+        if self.most is not None and value > self.most:
+            return f"at most {self.most}"
+        if value < self.least:
+            return f"at least {self.least}"
+        return f"a multiple of {self.multiple}" if value % self.multiple else None
+
+
+@dataclass(frozen=True, slots=True)
 class Signature:
     """What a function takes.
 
@@ -118,6 +145,8 @@ class Signature:
     ----------
     inputs : tuple of InputSpec
         In order; shapes are those of the model.
+    bounds : mapping of str to Bounds
+        Of symbolic extents by their names in `inputs`, as far as they have any.
     function : str
         Its name in the executable.
     formats : MemoryFormats or None
@@ -128,12 +157,14 @@ class Signature:
     inputs: tuple[InputSpec, ...]
     function: str = "main"
     formats: MemoryFormats | None = None
+    bounds: Mapping[str, Bounds] = field(default_factory=dict)
 
     @classmethod
     def of(cls, mod: tvm.IRModule, function: str = "main") -> "Signature":
         """Return the signature of a Relax function, its symbolic extents named apart."""
-        names = _ExtentNames()
-        return cls(tuple(_input_spec(param, names) for param in mod[function].params), function)
+        names, func = _ExtentNames(), mod[function]
+        inputs = tuple(_input_spec(param, names) for param in func.params)
+        return cls(inputs, function, bounds=_bounds_of(func, names))
 
     def in_formats(self, formats: MemoryFormats | None) -> "Signature":
         """The signature of a function with channels last as callers see it, with the shapes of the
@@ -158,7 +189,7 @@ class Signature:
             if spec.dtype is not None:
                 dtype, shape = tensor
                 try:
-                    _check_input(spec, dtype, tuple(shape), extents)
+                    _check_input(spec, dtype, tuple(shape), extents, self.bounds)
                 except InputError as error:
                     raise InputError(f"{self._where}{error}") from None
         return extents
@@ -187,8 +218,12 @@ class Signature:
         return "" if self.function == "main" else f"{self.function}: "
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return plain values for `from_json`."""
+        """Return plain values for `from_json`, the inputs."""
         return [{"name": s.name, "dtype": s.dtype, "shape": s.shape} for s in self.inputs]
+
+    def bounds_to_json(self) -> dict[str, list[int | None]]:
+        """Return plain values for `from_json`, the bounds."""
+        return {name: [b.least, b.most, b.multiple] for name, b in self.bounds.items()}
 
     @classmethod
     def from_json(
@@ -196,14 +231,17 @@ class Signature:
         values: Sequence[Mapping[str, Any]],
         function: str = "main",
         formats: Mapping[str, Any] | None = None,
+        bounds: Mapping[str, Sequence[int | None]] | None = None,
     ) -> "Signature":
-        """Inverse of `to_json`, for the function of that name and `MemoryFormats.to_json`; raises
-        KeyError, TypeError or ValueError for other values.
+        """Inverse of `to_json` and `bounds_to_json`, for the function of that name and
+        `MemoryFormats.to_json`; raises KeyError, TypeError or ValueError for other values.
         """
         specs = tuple(_spec_of(value) for value in values)
         if not isinstance(function, str):
             raise TypeError(f"the function's name is {function!r}")
-        return cls(specs, function, None if formats is None else MemoryFormats.from_json(formats))
+        found = {str(name): Bounds(*value) for name, value in (bounds or {}).items()}
+        lies = None if formats is None else MemoryFormats.from_json(formats)
+        return cls(specs, function, lies, found)
 
 
 def _spec_of(value: Mapping[str, Any]) -> InputSpec:
@@ -222,6 +260,10 @@ class _ExtentNames:
 
     def __init__(self) -> None:
         self._known: list[tuple[tirx.Var, str]] = []
+
+    def known(self) -> list[tuple[str, str]]:
+        """The symbols that were named, by their own names, and what they are called."""
+        return [(var.name, name) for var, name in self._known]
 
     def __call__(self, extent: Any) -> int | str:
         if isinstance(extent, tirx.IntImm):
@@ -251,8 +293,29 @@ def _input_spec(param: relax.Var, names: _ExtentNames) -> InputSpec:
     return InputSpec(param.name, None if dtype in ("None", "") else dtype, shape)
 
 
+def _bounds_of(func: relax.Function, names: _ExtentNames) -> dict[str, Bounds]:
+    """The bounds of the symbolic extents of a function, which its attributes have by symbol."""
+    attrs = func.attrs or {}
+    least, most, multiple = (
+        {str(k): int(v) for k, v in attrs[key].items()} if key in attrs else {}
+        for key in (LOWER_BOUNDS_ATTR, UPPER_BOUNDS_ATTR, MULTIPLES_ATTR)
+    )
+    found: dict[str, Bounds] = {}
+    for symbol, name in names.known():
+        low = least.get(symbol, 0)
+        low = 0 if low <= UNBOUNDED_BELOW else low
+        bounds = Bounds(low, most.get(symbol), multiple.get(symbol, 1))
+        if bounds != Bounds():
+            found[name] = bounds
+    return found
+
+
 def _check_input(
-    spec: InputSpec, dtype: str, shape: tuple[int, ...], extents: dict[str, int]
+    spec: InputSpec,
+    dtype: str,
+    shape: tuple[int, ...],
+    extents: dict[str, int],
+    bounds: Mapping[str, Bounds],
 ) -> None:
     if dtype != spec.dtype:
         raise InputError(f"input {spec.name}: expected dtype {spec.dtype}, got {dtype}")
@@ -271,6 +334,12 @@ def _check_input(
                 raise InputError(
                     f"input {spec.name}: {expected}, got {shape}: axis {axis} is {got}, but "
                     f"{want} = {bound} in an earlier input"
+                )
+            refusal = bounds[want].refusal(got) if want in bounds else None
+            if refusal is not None:
+                raise InputError(
+                    f"input {spec.name}: {expected}, got {shape}: axis {axis} is {got}, but "
+                    f"{want} is {refusal}; a model that takes it is exported with another Dim"
                 )
         elif isinstance(want, int) and want != got:
             raise InputError(f"input {spec.name}: {expected}, got {shape}: axis {axis} is {got}")

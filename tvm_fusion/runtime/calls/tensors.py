@@ -79,6 +79,9 @@ def describe_torch(values: Sequence[Any], device: tvm.runtime.Device) -> tuple[T
 def to_tvm(value: Any, device: tvm.runtime.Device, name: str) -> tvm.runtime.Tensor:
     """Return a contiguous, aligned TVM tensor on `device`: the same memory, or a copy of it."""
     kind = kind_of(value)
+    if kind is not Kind.TVM and 0 in value.shape:  # its strides are not those that kernels ask for
+        dtype, shape = describe(value)
+        return tvm.runtime.empty(shape, dtype, device)
     if kind is Kind.NUMPY:
         return _from_numpy(value, device)
     if kind is Kind.TORCH:

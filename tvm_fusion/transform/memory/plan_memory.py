@@ -38,6 +38,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.script import tirx as T
 
+from ...ir.extents import UPPER_BOUNDS_ATTR
 from ...ir.graph import PLACED_ATTR
 from ...plan.group_view import dtype_bytes
 from ..functions.functions import PLAN_MEMORY, ModulePass, has_branches, with_functions
@@ -118,15 +119,18 @@ class PlanMemory(ModulePass):
 
 @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.PlanMemoryByTVM")
 class PlanMemoryByTVM:
-    """`relax.transform.StaticPlanBlockMemory`, but for functions with branches, which stay.
+    """`relax.transform.StaticPlanBlockMemory`, but for functions with branches, which stay, and for
+    bounds of symbolic sizes.
 
-    In these TVM allocates storages within a branch that it uses in the other one and behind both:
-    calls end the process, or write where they may not.
+    In branches TVM allocates storages that it uses in the other one and behind both: calls end the
+    process, or write where they may not. A storage whose size has a bound is as large as the bound
+    in TVM (scores of 16,384 queries and keys, whatever a call has); here its size is an expression,
+    and what it holds are tensors of that very size.
     """
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return `mod` with planned memory."""
-        planned = relax.transform.StaticPlanBlockMemory()(mod)
+        planned = _with_bounds_of(mod, relax.transform.StaticPlanBlockMemory()(unbounded(mod)))
         kept = {
             gvar: func
             for gvar, func in mod.functions_items()
@@ -135,6 +139,38 @@ class PlanMemoryByTVM:
         if not kept:
             return planned
         return with_functions(planned, dict(planned.functions_items()) | kept)
+
+
+def unbounded(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module without upper bounds of its symbolic sizes."""
+    bounded = _bounds(mod)
+    if not bounded:
+        return mod
+    functions = dict(mod.functions_items())
+    freed = {gvar: functions[gvar].without_attr(UPPER_BOUNDS_ATTR) for gvar in bounded}
+    return with_functions(mod, functions | freed)
+
+
+def _with_bounds_of(mod: tvm.IRModule, planned: tvm.IRModule) -> tvm.IRModule:
+    """A planned module with the upper bounds of `mod`."""
+    bounded = _bounds(mod)
+    if not bounded:
+        return planned
+    functions = dict(planned.functions_items())
+    bound = {
+        gvar: functions[gvar].with_attr(UPPER_BOUNDS_ATTR, bounds)
+        for gvar, bounds in bounded.items()
+    }
+    return with_functions(planned, functions | bound)
+
+
+def _bounds(mod: tvm.IRModule) -> dict[tvm.ir.GlobalVar, object]:
+    """The upper bounds of symbolic sizes that functions have, by function."""
+    return {
+        gvar: func.attrs[UPPER_BOUNDS_ATTR]
+        for gvar, func in mod.functions_items()
+        if isinstance(func, relax.Function) and func.attrs and UPPER_BOUNDS_ATTR in func.attrs
+    }
 
 
 class _Lives:
