@@ -4,6 +4,8 @@ import threading
 
 import pytest
 import tvm
+from tvm import relax
+from tvm.relax import op
 
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.flow.kernels_ahead import KernelsAhead, kernels_ahead
@@ -11,7 +13,10 @@ from tvm_fusion.runtime.build.build import KernelBuildError, build
 from tvm_fusion.runtime.build.cuda_compiler import Compiler, kernel_names
 from tvm_fusion.runtime.build.kernel_code import kernel_code
 from tvm_fusion.runtime.build.lowering import SCHEDULED_ATTR
+from tvm_fusion.transform.apply.write_kernels import write_kernels
+from tvm_fusion.transform.pipeline import lower
 
+from ..support.graphs import module
 from ..support.runtime_cases import (
     call_in_sequence,
     double_in_tirx,
@@ -89,6 +94,30 @@ def test_kernels_are_lowered_beside_the_writer_with_its_options(monkeypatch):
             ahead.add("watched", double_in_tirx(), "pointwise", double_in_tirx())
         assert list(ahead.codes) == ["beside", "watched"]
     assert sorted(seen) == [("beside", False, options), ("watched", True, options)]
+
+
+def test_what_takes_nvcc_longest_is_written_first():
+    def model(bb, x, y, w):
+        pooled = bb.emit(op.nn.max_pool2d(x, (7, 7), padding=(3, 3)))
+        narrow = bb.emit(op.nn.max_pool2d(pooled, (2, 2)))
+        return relax.Tuple([narrow, bb.emit(op.nn.relu(y)), bb.emit(op.matmul(y, w))])
+
+    half = "float16"
+    inputs = ((1, 8, 16, 16), half), ((64, 64), half), ((64, 64), half)
+    low = lower(module(lambda bb, *p: bb.emit(model(bb, *p)), *inputs), TARGET, decompose=False)
+    classes = {"max_pool2d": "pointwise", "max_pool2d1": "pointwise", "relu": "pointwise"}
+    written = []
+
+    class Noted:
+        def known(self, *_):
+            return None
+
+        def add(self, name, *_):
+            written.append(name)
+
+    done = write_kernels(low, {**classes, "matmul": "gemm"}, H200, POLICY, Noted())
+    assert not done.failures
+    assert written == ["max_pool2d", "matmul", "max_pool2d1", "relu"]
 
 
 def test_kernels_of_the_other_dialect_are_left_to_the_build():

@@ -106,6 +106,8 @@ class Family:
         then offers it such groups.
     is_product : the planner doubts its predicted times by the policy's `unknown_ratio_gemm`.
     slow_to_compile : its kernels take the compiler of the device long, so their build begins first.
+    writes_out_windows : its kernels have each term of a window written out: two windows of 3 x 3 in
+        one are 81, which take the compiler longest.
     """
 
     name: str
@@ -113,6 +115,7 @@ class Family:
     joins_independent = False
     is_product = False
     slow_to_compile = False
+    writes_out_windows = False
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
         """How one launch computes the group, or why none does. Asked of access maps alone."""

@@ -119,6 +119,7 @@ class Pointwise(Family):
     name = "pointwise"
     needs = Needs(absent=ROLLED)
     joins_independent = True
+    writes_out_windows = True
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
         for block in group.blocks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 
 import tvm
 import tvm_ffi
-from tvm import tirx
+from tvm import s_tir, tirx
 
 from ...config import HardwareProfile, Policy
 from ...errors import TooDeep, Unsupported
@@ -34,6 +35,9 @@ from ..functions.functions import with_functions
 from .kernel_bodies import TIRX_ATTR, with_plain_scalars
 
 logger = logging.getLogger(__name__)
+
+MANY_TERMS = 32
+"""Of windows that are written out, which take the compiler longer than a product (`turn`)."""
 
 CLASS_ATTR = "tvm_fusion.kernel_class"
 """On fused PrimFuncs between `Materialize` and `WriteKernels`: the class that is to write them."""
@@ -112,9 +116,12 @@ def write_kernels(
     functions, failures = dict(mod.functions.items()), {}
     writer = KernelWriter(hw, policy)
     slow = names(lambda family: family.slow_to_compile)
+    written_out = names(lambda family: family.writes_out_windows)
 
-    def turn(item: tuple[tvm.ir.GlobalVar, Any]) -> tuple[bool, str]:
-        return classes.get(item[0].name_hint) not in slow, item[0].name_hint
+    def turn(item: tuple[tvm.ir.GlobalVar, Any]) -> tuple[int, bool, str]:
+        name = classes.get(item[0].name_hint)
+        terms = _terms(item[1]) if name in written_out else 0
+        return -terms if terms >= MANY_TERMS else 0, name not in slow, item[0].name_hint
 
     written = [
         (gvar, func)
@@ -147,6 +154,19 @@ def write_kernels(
             known = constants.get(gvar.name_hint, ())
             functions[gvar] = _of_recurrence(gvar.name_hint, func, known, hw, policy)
     return Written(with_functions(mod, functions), failures)
+
+
+def _terms(func: tirx.PrimFunc) -> int:
+    """Those of the reductions of a function, of a result of its last one."""
+    blocks: list[s_tir.SBlock] = []
+    tvm_ffi.structural_walk(func.body, [(s_tir.SBlock, blocks.append)])
+    reduced = (
+        axis.dom.extent
+        for block in blocks
+        for axis in block.iter_vars
+        if axis.iter_type == tirx.IterVar.CommReduce
+    )
+    return math.prod(int(n) for n in reduced if isinstance(n, tirx.IntImm))
 
 
 def _of_recurrence(
