@@ -96,6 +96,20 @@ def test_sums_beside_reductions_over_rows_get_a_piece_for_each_resident_block(ro
     assert stages((rows, 4096), (0,), H200, beside)[0].pieces == pieces
 
 
+@pytest.mark.parametrize(
+    ("outer", "rows", "pieces"),
+    [(1, 304, 304), (2, 304, 152), (1, 2, None), (1, 77, None)],
+    ids=["all", "parts", "rows that are taken apart", "other points"],
+)
+def test_sums_over_all_rows_begin_with_rows_that_are_reduced_anyway(outer, rows, pieces):
+    shape = (outer, 304 // outer, 13816)
+    columns = 13816 if rows == 77 else 304 * 13816 // rows
+    beside = Setting(frozenset({(rows, columns), (1, 304 * 13816)}))
+    first, last = stages(shape, (1, 2), H200, beside)
+    assert first.pieces == (pieces or stages(shape, (1, 2), H200)[0].pieces)
+    assert last.pieces == 1
+
+
 def test_pieces_of_a_mixed_kernel_are_whole_rows_or_none():
     beside = Setting(frozenset({(8191, 4096)}))
     first, _ = stages((8191, 4096), (0,), H200, beside)

@@ -4,6 +4,7 @@ and in how many pieces.
     [16384, 1024] over 0          [16, 1024, 1024] over 1, then [16, 1024] over 0
     [32, 64, 64, 32, 10] over 1,2,4   over 1,2, then [32, 32, 10] over 2
     [32, 256, 56, 56] over 0,2,3  over 2,3, then [32, 256] over 0
+    [304, 13816] over 0,1         over 1, then [304], where rows are reduced, too
 
 Dependent reductions (the statistics of a normalisation, a softmax) stay together where one column
 kernel, which reads the data twice, is sooner done than the kernels of all stages.
@@ -196,12 +197,27 @@ def _runs(pattern: list[_Axis]) -> Iterator[tuple[int, int]]:
 def _pieces(outer: int, length: int, inner: int, hw: HardwareProfile, setting: Setting) -> int:
     """In how many pieces `length` elements are reduced, for `outer` x `inner` results."""
     if inner == 1:
-        return _row_pieces(outer, length, hw, setting.chain)
+        pieces = _row_pieces(outer, length, hw, setting.chain)
+        return (_whole_rows(outer, length, hw, setting) or pieces) if pieces > 1 else 1
     if (outer * length, inner) in setting.rows:
         pieces = _mixed_pieces(outer, length, inner, hw)
         if pieces > 1:
             return pieces
     return _column_pieces(outer, length, inner, hw)
+
+
+def _whole_rows(outer: int, length: int, hw: HardwareProfile, setting: Setting) -> int | None:
+    """Pieces that are the rows of other reductions over the same data, whose kernel then does them
+    on its way (the sum of all of a divergence, behind its softmaxes): the longest rows that are not
+    taken apart themselves.
+    """
+    found = [
+        rows // outer
+        for rows, columns in setting.rows
+        if rows > outer and rows % outer == 0 and rows * columns == outer * length
+        if _row_pieces(rows, columns, hw, setting.chain) == 1
+    ]
+    return min(found, default=None)
 
 
 def _column_pieces(outer: int, length: int, inner: int, hw: HardwareProfile) -> int:
