@@ -144,7 +144,7 @@ def test_every_operator_of_the_table_is_tested():
         "relax.nn.batch_norm",
         "relax.median",
     }  # median: tests/transform/test_widen_sorts.py
-    assert OTHERS.keys() | elsewhere == DTYPES.keys()
+    assert OTHERS.keys() | elsewhere == DTYPES.keys() | {"relax.isfinite", "relax.isinf"}
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -266,3 +266,14 @@ def test_norms_of_float64_are_checked(name):
     rows = x.reshape(2, 2, 18) if name == "group_norm" else x
     rows = (rows - rows.mean(-1, keepdims=True)) / np.sqrt(rows.var(-1, keepdims=True) + 1e-5)
     np.testing.assert_allclose(compiled(x), rows.reshape(x.shape) * 2 + 1, rtol=1e-10)
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("float16", 65520.0), ("bfloat16", 3.39615e38)])
+def test_what_rounds_to_infinity_is_infinite_before_it_is_rounded(dtype, least):
+    mod = module(dtype, [(4,)], lambda x: op.isinf(op.multiply(x, relax.const(2.0, dtype))))
+    x = np.array([least / 4, 0.99 * least / 2, 1.01 * least / 2, np.nan], dtype)
+    compiled = tvm_fusion.compile(mod, "llvm", verify=False)
+    assert compiled.report.launches.fused == 1
+    np.testing.assert_array_equal(compiled(x), [False, False, True, False])
+    wanted = torch.isinf(torch.tensor(x.astype("float32")).to(getattr(torch, dtype)) * 2)
+    np.testing.assert_array_equal(compiled(x), wanted)

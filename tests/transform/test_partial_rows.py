@@ -12,6 +12,9 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.ir.graph import build_graph
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper
+from tvm_fusion.kernels.gemm.mma.kernel import emit_gemm_mma
 from tvm_fusion.plan.search.search import search
 from tvm_fusion.transform.apply.materialize import materialize
 from tvm_fusion.transform.apply.write_kernels import write_kernels
@@ -127,6 +130,32 @@ def test_a_split_reduction_gives_the_same_numbers(columns, shape):
         close(got, wanted)
 
 
+def over_all(bb, x, w, r):
+    """Sum, largest size, and whether any element is infinite, as numbers of all rows."""
+    h = hidden(bb, x, w, r)
+    total = bb.emit(op.sum(wide(bb, h), keepdims=True))
+    return [h, total, bb.emit(op.max(bb.emit(op.abs(h)), axis=[0, 1])), any_infinite(bb, h)]
+
+
+def any_infinite(bb, h):
+    return bb.emit(op.max(bb.emit(op.astype(bb.emit(op.isinf(h)), "int8"))))
+
+
+@pytest.mark.parametrize("infinite", [False, True])
+def test_reductions_over_all_rows_are_split_into_runs_too(infinite):
+    types = inputs(8, 256)
+    mod = split(module(over_all, *types))
+    assert parts(mod) == [(8, 2)] * 3
+    arrays = random(types)
+    arrays[2][3, 200] = np.inf if infinite else 0
+    h = arrays[0].astype("float64") @ arrays[1] + arrays[2]
+    _, total, largest, flag = run(mod, *arrays)
+    if not infinite:
+        close(total, h.sum(keepdims=True))
+        close(largest, np.abs(h).max())
+    assert flag == infinite
+
+
 def test_symbolic_rows_and_leading_axes_are_kept():
     n = tvm.tirx.Var("n", "int64")
     types = [((2, n, 64), HALF), ((64, 256), HALF), ((2, n, 256), HALF)]
@@ -176,17 +205,13 @@ def of_columns(bb, x, w, r):
     return op.sum(wide(bb, hidden(bb, x, w, r)), axis=[0])
 
 
-def everything(bb, x, w, r):
-    return op.sum(wide(bb, hidden(bb, x, w, r)))
-
-
 def of_halves(bb, x, w, r):
     h = hidden(bb, x, w, r)
     return op.sum(bb.emit(op.permute_dims(h, (1, 0))), axis=[-1])
 
 
 @pytest.mark.parametrize(
-    "emit", [rms_norm, softmax, columns_too, no_product, of_columns, everything, of_halves]
+    "emit", [rms_norm, softmax, columns_too, no_product, of_columns, of_halves]
 )
 def test_what_a_kernel_of_rows_does_at_no_cost_is_left_alone(emit):
     mod = opened(module(emit, *inputs(256, 256)))
@@ -272,6 +297,53 @@ def test_the_planned_kernels_compute_what_the_graph_says():
     expected = x.astype("float64") @ w + r
     close(h, expected)
     close(found, 1 / np.sqrt((expected * expected).mean(-1, keepdims=True) + 1e-5))
+
+
+def clamped(bb, x, w, r):
+    """What T5 does in float16: all is clamped if any of it is infinite."""
+    h = hidden(bb, x, w, r)
+    flag = bb.emit(op.astype(any_infinite(bb, h), "bool"))
+    limit = bb.emit(op.where(flag, relax.const(64504.0, HALF), relax.const(65504.0, HALF)))
+    h = bb.emit(op.maximum(h, bb.emit(op.negative(limit))))
+    return bb.emit(op.minimum(h, limit))
+
+
+@pytest.mark.parametrize("form", ["hopper", "mma"])
+def test_whether_any_element_is_infinite_is_found_where_a_product_computes_it(form):
+    types = inputs(72, 256, 192)
+    low, graph, plan = planned(module(clamped, *types))
+    assert [g.kernel_class for g in kernels(plan)][:2] == ["gemm", "row"]
+    assert kernels(plan)[1].bytes < 72 * 256  # not of the elements
+    names = {group.ops: name for name, group in materialize(low, graph, plan).groups.items()}
+    func = materialize(low, graph, plan).mod[names[kernels(plan)[0].ops]]
+    emit, on_cpu = {
+        "hopper": (emit_gemm_hopper, run_hopper_on_cpu),
+        "mma": (emit_gemm_mma, run_cuda_on_cpu),
+    }[form]
+    kernel = emit(analyze_contraction(func), H200 if form == "hopper" else A100)
+    for place, value in (((0, 0), 1), ((3, 200), np.inf), ((71, 255), -np.inf), ((10, 5), 65504)):
+        x, w, r = random(types)
+        x[10], w[:, 5] = 1, 1  # 192 more than the largest half rounds to infinity
+        r[place] = value
+        h, flags = np.full((72, 256), np.nan, HALF), np.full((72, 2), 7, "int8")
+        own = {(72, 192): [x], (192, 256): [w], (72, 256): [r, h], (72, 2): [flags]}
+        assert on_cpu(kernel, [own[shape].pop(0) for shape in shapes(kernel)]) == 1
+        wanted = np.isinf(h).reshape(72, 2, 128).any(-1)
+        assert wanted.sum() == (value != 1)
+        np.testing.assert_array_equal(flags, wanted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reduce", "count"),
+    [("int8", op.max, 1), ("int8", op.sum, 2), ("int32", op.max, 2), ("int32", op.sum, 2)],
+)
+def test_integers_that_float32_does_not_hold_are_not_reduced_in_a_product(dtype, reduce, count):
+    def emit(bb, x, w, r):
+        h = bb.emit(op.astype(hidden(bb, x, w, r), dtype))
+        return reduce(bb.emit(op.reshape(h, (512, 4, 128))), axis=[-1])
+
+    plan = planned(module(emit, *inputs(512, 512, 512)), rewrites=())[2]
+    assert len(kernels(plan)) == count
 
 
 def test_an_rms_norm_between_products_with_constant_weights_leaves_its_statistic_alone():

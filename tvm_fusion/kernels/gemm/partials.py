@@ -21,10 +21,13 @@ from ..contraction.model import RUN_ROWS
 from ..contraction.row_runs import WINDOW_ROWS
 from ..group.footprint import is_identity
 from ..group.read_order import plain_axes
+from ..program.expr import HALF_DTYPES
 
 WIDTHS = (128, 64)
 """Columns of a run, the preferred one first: what divides the tiles that are fast."""
 KINDS = (Reduction.SUM, Reduction.MAX)
+RUN_DTYPES = ("float32", "int8")
+"""What an epilogue reduces, in float32, which holds int8 exactly; halves are float32 there."""
 
 
 def writes_partials(hw: HardwareProfile) -> bool:
@@ -139,6 +142,11 @@ def _why_not(group: GroupView, block: Block, columns: Mapping[int, int]) -> str 
         return "reduces a row; a tile of a matrix product holds part of one"
     if block.reduction not in KINDS or plain_axes(block, read) != live:
         return "reduces a run of columns in another way than by sum or maximum"
+    dtype = group.graph.tensors[read.tensor].dtype
+    if dtype not in (*RUN_DTYPES, *HALF_DTYPES):
+        return f"reduces a run of {dtype}; epilogues do it in float32"
+    if dtype == "int8" and block.reduction is not Reduction.MAX:
+        return "sums up integers; epilogues do it in float32"
     if why := _why_read(group, block):
         return why
     if not all(_is_reduced_further(group, w.tensor) for w in block.writes):

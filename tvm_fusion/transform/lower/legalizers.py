@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -106,8 +107,6 @@ BOTH = ("float16", "bfloat16")
 DTYPES = {
     **{f"relax.nn.adaptive_avg_pool{n}d": BOTH for n in (1, 2, 3)},
     "relax.image.grid_sample": BOTH,
-    "relax.isfinite": ("bfloat16",),
-    "relax.isinf": ("bfloat16",),
     "relax.isnan": ("bfloat16",),
     "relax.log_add_exp": ("bfloat16",),
     "relax.median": ("bfloat16",),
@@ -193,7 +192,40 @@ def _dtypes_of(ty: relax.Type) -> list[str]:
     return [str(field.dtype) for field in fields]
 
 
-HALF_OPERATORS = {name: _in_float32(name) for name in (*DTYPES, *MEANS, *ATTENTION)}
+# ---- isinf and isfinite of 16-bit floats: what rounds to infinity is infinite, though a kernel
+# that computes it has it in float32, before it is rounded.
+#
+#     isinf(x: float16)  ->  abs(float32(x)) >= 65520     the least number that rounds to infinity
+
+_OVERFLOW = {"float16": 65520.0, "bfloat16": (2 - 2**-8) * 2.0**127}
+_COMPARED = {"relax.isfinite": operator.lt, "relax.isinf": operator.ge}  # NaN is none of both
+
+
+def _by_magnitude(name: str) -> Legalizer:
+    """The legalization of an operator; of what is no 16-bit float, TVM's own."""
+    default, compare = tvm.ir.Op.get(name).get_attr("FLegalize"), _COMPARED[name]
+
+    def legalize(builder: relax.BlockBuilder, call: Call) -> relax.Expr:
+        (x,) = call.args
+        least = _OVERFLOW.get(str(x.ty.dtype))
+        if least is None:
+            return default(builder, call)
+
+        def compared(x: te.Tensor) -> te.Tensor:
+            def at(*index: tirx.Var) -> Expr:
+                return compare(tirx.abs(x(*index).astype("float32")), tirx.const(least, "float32"))
+
+            return te.compute(x.shape, at, name=name.removeprefix("relax."))
+
+        return builder.call_te(compared, x, primfunc_name_hint=name.removeprefix("relax."))
+
+    return legalize
+
+
+HALF_OPERATORS = {
+    **{name: _in_float32(name) for name in (*DTYPES, *MEANS, *ATTENTION)},
+    **{name: _by_magnitude(name) for name in _COMPARED},
+}
 """For `relax.transform.LegalizeOps`."""
 
 

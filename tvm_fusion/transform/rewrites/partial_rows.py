@@ -91,5 +91,5 @@ class _Splitter(PyExprMutator):
         view = [*rows, int(columns) // width, width]
         view = self.parts.bind(name, "view", op.reshape(self.visit_expr(call.args[0]), view))
         part = self.parts.bind(name, "part", reduce(view, [-1]))
-        last = reduce(part, [-1], bool(call.attrs.keepdims))
+        last = reduce(part, call.attrs.axis, bool(call.attrs.keepdims))
         self.parts.finish(self.visit_var_def(binding.var), last)

@@ -3,6 +3,9 @@
     T = matmul(x, W)    h = T + r    s = sum(h * h, axis=-1)        s is of T's rows
     y = h * rsqrt(s)                                                s comes back to them
 
+So may a reduction over all rows, whose result no kernel has before all others have ended: its
+readers are kernels of their own in any case.
+
 A statistic that comes back to the elements it was made of, before the next product, is left to a
 kernel that reads whole rows: it reads the elements anyway. So are those of a softmax and of a
 layer norm, and those of what is also reduced over columns.
@@ -24,7 +27,8 @@ POINTWISE = frozenset(
     f"relax.{name}"
     for names in (
         ("abs", "add", "astype", "ceil", "clip", "cos", "divide", "erf", "exp", "floor", "log"),
-        ("maximum", "minimum", "multiply", "negative", "power", "round", "rsqrt", "sigmoid"),
+        ("isfinite", "isinf", "isnan", "logical_not", "maximum", "minimum", "multiply"),
+        ("negative", "power", "round", "rsqrt", "sigmoid"),
         ("sign", "sin", "sqrt", "square", "subtract", "tanh", "where", "nn.gelu", "nn.gelu_tanh"),
         ("nn.leakyrelu", "nn.relu", "nn.relu6", "nn.silu", "nn.softplus"),
     )
@@ -57,9 +61,8 @@ def row_reductions(func: relax.Function, returning: bool) -> set[Var]:
     reader = _Reader()
     for var, value in _bindings(func):
         reader.read(var, value)
-    return {
-        var for var, origin in reader.reductions.items() if returning or origin not in reader.back
-    }
+    rows = reader.reductions.items()
+    return reader.whole | {var for var, origin in rows if returning or origin not in reader.back}
 
 
 def _bindings(func: relax.Function) -> Iterator[tuple[Var, Expr]]:
@@ -76,6 +79,7 @@ class _Reader:
         self.values: dict[Var, _Value] = {}
         self.spaces: list[list] = []  # the shape of each product
         self.reductions: dict[Var, int] = {}
+        self.whole: set[Var] = set()  # reductions over all rows
         self.back: set[int] = set()
 
     def read(self, var: Var, value: Expr) -> None:
@@ -94,8 +98,12 @@ class _Reader:
         else:
             statistics = _together(args)
             origin = args[0].origin if args else None
-            if origin is not None and _reduces_rows(value):
-                self.reductions[var] = origin
+            axes = _reduced_axes(value) if origin is not None else None
+            if axes is not None:
+                if len(axes) == 1:
+                    self.reductions[var] = origin
+                else:
+                    self.whole.add(var)
                 statistics |= {origin}
                 origin = None
             elif origin is not None and name in REDUCTIONS:
@@ -142,17 +150,20 @@ def _together(values: list[_Value]) -> frozenset[int]:
     return frozenset().union(*(value.statistics for value in values))
 
 
-def _reduces_rows(call: Call) -> bool:
-    """Whether a call is a reduction over the last axis alone, in a dtype that partial results keep
-    their precision in.
+def _reduced_axes(call: Call) -> list[int] | None:
+    """The axes of a reduction over the last axis alone, or over all, in a dtype that partial
+    results keep their precision in; None for others.
     """
     name = getattr(call.op, "name", "")
-    if name not in REDUCTIONS or call.attrs.axis is None:
-        return False
-    rank = len(shape_of(call.args[0]) or ())
-    last = [int(axis) % rank for axis in call.attrs.axis] == [rank - 1] if rank else False
-    dtypes = ("float32",) if name == "relax.sum" else ("float32", *HALF_DTYPES)
-    return last and dtype_of(call.args[0]) in dtypes
+    shape = shape_of(call.args[0]) if name in REDUCTIONS else None
+    dtypes = ("float32",) if name == "relax.sum" else ("float32", "int8", *HALF_DTYPES)
+    if not shape or dtype_of(call.args[0]) not in dtypes:
+        return None
+    every = list(range(len(shape)))
+    axes = (
+        every if call.attrs.axis is None else sorted(int(a) % len(shape) for a in call.attrs.axis)
+    )
+    return axes if axes in (every, every[-1:]) else None
 
 
 def _columns(shape: list) -> int | None:

@@ -60,6 +60,7 @@ class Partials:
     ) -> None:
         """Takes in two neighbouring columns of a row; the first of a run start it afresh."""
         run = self.kept[number, position]
+        pair = tuple(convert(value, "float32") for value in pair)
         run.add(run.layout.problem.segments[number], tile, place, pair)
 
     def close(self, number: int, segment: HopperSegment, tile: Tile, chunk: int) -> None:

@@ -15,6 +15,7 @@ from ...gpu.tensor_map import TensorMap
 from ...group.traffic import clusters_on_device
 from ...program.expr import HALF_DTYPES, dtype_of
 from ...program.program import Extent
+from ..partials import RUN_DTYPES
 from .config import CHUNK, MULTICASTS, SPLITS, HopperConfig
 from .model import BOX, STEP_BYTES, HopperProblem, HopperSegment
 
@@ -129,7 +130,7 @@ def _check_runs(problem: HopperProblem, columns: int) -> None:
         partial = output.partial
         if isinstance(partial, RowPartial) and (columns % partial.width or partial.width % CHUNK):
             raise Unsupported(f"runs of {partial.width} columns in a tile of {columns}")
-        if dtype_of(output.value) != "float32":
+        if dtype_of(output.value) not in RUN_DTYPES:
             raise Unsupported(f"a run of {dtype_of(output.value)}")
 
 
