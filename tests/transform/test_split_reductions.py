@@ -394,3 +394,40 @@ def test_only_what_comes_back_to_its_points_counts_as_dependent():
 def test_batch_norm_in_training_is_three_kernels(shape, axis, expected):
     mod = module(batch_norm(axis), (shape, "float16"), *[((256,), "float16")] * 4)
     assert kernels(mod) == expected
+
+
+N = tvm.tirx.Var("n", "int64")
+# shape: the shape behind the first of two reductions
+WHOLE = {
+    (N, 1024): (N, 1),
+    (3, N, 16, 64): (3, N, 1, 1),
+    (64, N): (64, 1),
+    (128, 1, N): (128, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "min"])
+@pytest.mark.parametrize("shape", WHOLE, ids=str)
+def test_a_full_reduction_of_symbolic_size_has_rows_to_share_out(shape, name):
+    reduce = getattr(op, name)
+    mod = split(module(lambda bb, x: reduce(x), (shape, "float32")))
+    found = [b for b in mod["main"].body.blocks[0].bindings if b.value.op.name == f"relax.{name}"]
+    first, second = (binding.var.ty for binding in found)
+    assert list(map(str, first.shape)) == [str(_extent(e)) for e in WHOLE[shape]]
+    assert second.ndim == 0
+    x = np.random.default_rng(3).random([5 if e is N else e for e in shape], "float32")
+    np.testing.assert_allclose(run(mod, x)[0], getattr(np, name)(x), rtol=1e-5)
+
+
+def _extent(extent):
+    return tvm.tirx.IntImm("int64", extent) if isinstance(extent, int) else extent
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((N, 1024), [0]), ((N, 1024), [1]), ((N, 63), None), ((N,), None)]
+)
+def test_other_reductions_of_symbolic_size_stay(shape, axes):
+    assert (
+        split(module(lambda bb, x: op.sum(x, axes), (shape, "float32"))).script().count("R.sum(")
+        == 1
+    )

@@ -131,6 +131,26 @@ def stages(
     return found
 
 
+def first_axes(extents: Sequence[int | None], axes: Sequence[int]) -> tuple[int, ...] | None:
+    """The axes that a full reduction with symbolic extents (None) goes over first, so that the
+    device has rows to share out: [n, 1024] over 1, then [n] over 0; [64, n] over 1, then [64].
+    None for any other reduction, and where there are no rows, or only short ones.
+    """
+    if any(extent != 1 and axis not in axes for axis, extent in enumerate(extents)):
+        return None
+    long = [axis for axis, extent in enumerate(extents) if extent != 1]
+    if not long or all(extents[axis] is not None for axis in long):
+        return None
+    is_known = extents[long[-1]] is not None
+    first = len(long)
+    while first and (extents[long[first - 1]] is not None) == is_known:
+        first -= 1
+    known = long[first:] if is_known else [axis for axis in long if extents[axis] is not None]
+    if not first or math.prod(extents[axis] for axis in known) < INNER_FIRST:
+        return None
+    return tuple(long[first:])
+
+
 def _stay_together(pattern: list[_Axis], hw: HardwareProfile, levels: int) -> bool:
     """Whether one column kernel does dependent reductions, and what follows them, sooner than a
     kernel for each.

@@ -11,7 +11,14 @@ walks over both. How many pieces is decided in `reduction_stages`, for all reduc
 over the same data alike, so that they can share a launch. Where the extent has no divisor near the
 wanted number of pieces, it is padded with the neutral element.
 
-Does not handle: symbolic shapes, bool (left alone).
+With symbolic extents a full reduction goes over one run of axes first, in whose rows the device
+shares (`first_axes`): with 20,001 for n
+
+    s = R.mean(x)                 # x: [n, 1024]
+->  s_part = R.mean(x, axis=[1], keepdims=True)
+    s      = R.mean(s_part)
+
+Does not handle: other reductions of symbolic shapes, bool (left alone).
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm.ir import Call
 from tvm.relax import Expr, Var, op
 from tvm.relax.expr_functor import PyExprMutator, mutator
@@ -29,7 +36,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from ...config import HardwareProfile
 from ..functions.functions import rewrite_functions, static_shape
 from .readers import Parts
-from .reduction_stages import Setting, Stage, stages
+from .reduction_stages import Setting, Stage, first_axes, stages
 
 _PLAIN = (Call, Var, relax.Tuple, relax.TupleGetItem, relax.ShapeExpr, tvm.ir.GenericConst)
 _REDUCE = {
@@ -38,6 +45,9 @@ _REDUCE = {
     "relax.max": op.max,
     "relax.min": op.min,
 }
+
+
+_WHOLE = {**_REDUCE, "relax.mean": op.mean}  # of symbolic extents: `mean` is opened of others
 
 
 @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.SplitReductions")
@@ -66,6 +76,19 @@ def reduction_of(value: Expr) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         return None
     axes = range(len(shape)) if value.attrs.axis is None else value.attrs.axis
     return shape, tuple(sorted({int(axis) % len(shape) for axis in axes}))
+
+
+def _first_axes(value: Expr) -> tuple[int, ...] | None:
+    """The axes that a reduction with symbolic extents goes over first; None for another one."""
+    if not isinstance(value, Call) or getattr(value.op, "name", None) not in _WHOLE:
+        return None
+    (x,) = value.args
+    shape = getattr(x.ty, "shape", None)
+    if not isinstance(shape, relax.ShapeExpr) or str(x.ty.dtype) == "bool":
+        return None
+    extents = [int(e) if isinstance(e, tirx.IntImm) else None for e in shape.values]
+    axes = range(len(extents)) if value.attrs.axis is None else value.attrs.axis
+    return first_axes(extents, [int(axis) % len(extents) for axis in axes])
 
 
 class _Survey:
@@ -204,7 +227,7 @@ def _may_split(func: relax.Function, hw: HardwareProfile) -> bool:
         for binding in block.bindings:
             found = reduction_of(binding.value)
             if found is None:
-                if not isinstance(binding.value, _PLAIN):
+                if not isinstance(binding.value, _PLAIN) or _first_axes(binding.value) is not None:
                     return True
             elif _row_space(*found) is None or len(stages(*found, hw)) > 1:
                 return True
@@ -225,6 +248,10 @@ class _Splitter(PyExprMutator):
         return self.parts.tagged(split) if self.changed else None
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        first = _first_axes(binding.value)
+        if first is not None:
+            self._split_whole(binding, first)
+            return
         found = reduction_of(binding.value)
         steps = stages(*found, self.hw, self.survey.setting(binding.value)) if found else []
         if len(steps) < 2:
@@ -236,6 +263,15 @@ class _Splitter(PyExprMutator):
         for stage in steps[:-1]:
             tensor = self.parts.bind(name, "part", self._reduce(call, name, tensor, stage))
         last = self._finish(call, name, tensor, steps[-1], *found)
+        self.parts.finish(self.visit_var_def(binding.var), last)
+
+    def _split_whole(self, binding: relax.VarBinding, first: tuple[int, ...]) -> None:
+        """A full reduction with symbolic extents as two."""
+        self.changed = True
+        call, reduce = binding.value, _WHOLE[binding.value.op.name]
+        part = reduce(self.visit_expr(call.args[0]), list(first), True)
+        part = self.parts.bind(binding.var.name, "part", part)
+        last = reduce(part, call.attrs.axis, bool(call.attrs.keepdims))
         self.parts.finish(self.visit_var_def(binding.var), last)
 
     def _finish(
