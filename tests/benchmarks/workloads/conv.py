@@ -2,7 +2,8 @@
 
 `resnet_*` are the distinct ones of ResNet-50 with batch norm and ReLU, those that end a block with
 its residual; `depthwise_*` are of MobileNet, EfficientNet and ConvNeXt; `stem_*` are first layers,
-`thin_*` 1 x 1 convolutions of few channels; the others of every kind.
+`thin_*` 1 x 1 convolutions of few channels; the others of every kind. `conv_bn_relu_last` is
+`conv_bn_relu` with its data channels last.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from tests.support.conv_suites import RESNET50
 from tvm_fusion.frontends.memory_formats import FORMATS
 
 from .instance import Made, Sizes, Workload
+from .models import MODELS
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -190,10 +192,16 @@ def _kinds() -> dict[str, Workload]:
     }
 
 
+def _block(sizes: Sizes) -> Made:
+    module, inputs, *_ = MODELS["conv_bn_relu"].make(sizes)
+    return with_format(settle(module)), tuple(map(channels_last, inputs))
+
+
 CONV: dict[str, Workload] = {
     **_resnet(32),
     **_resnet(1),
     **_depthwise(),
     **_few_channels(),
     **_kinds(),
+    "conv_bn_relu_last": Workload(_block, "float16"),
 }
