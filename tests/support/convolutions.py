@@ -25,8 +25,9 @@ class Conv:
     `padding` has all numbers before, then all behind; `channels`, `filters` are of all groups.
     `repeats` enlarges the data by repeating its elements, then `zeros` pads it, in operators of
     their own. With `parts` it is a concatenation of tensors with so many channels, of which only
-    the first one is enlarged and padded. With `any_batch` the function is for any number of images;
-    `batch` is that of the arrays.
+    the first one is enlarged and padded. With `any_batch` the function is for any number of images,
+    and with `any_size` for data of any size along the dimensions that it slides along; `batch` and
+    `sizes` are those of the arrays.
     """
 
     sizes: tuple[int, ...]
@@ -51,6 +52,7 @@ class Conv:
     zeros: tuple[int, ...] = ()
     parts: tuple[int, ...] = ()
     any_batch: bool = False
+    any_size: bool = False
 
     def __post_init__(self) -> None:
         rank = len(self.sizes)
@@ -191,7 +193,7 @@ class Conv:
 
     def func(self) -> tirx.PrimFunc:
         """The fused PrimFunc."""
-        shapes = self._symbolic_shapes if self.any_batch else self._shapes
+        shapes = self._symbolic_shapes if self.any_batch or self.any_size else self._shapes
         func = fuse(_with_tuples(self.emit), *((s, self.dtype) for s in shapes))
         return mark_constants(func, [1]) if self.constant else func
 
@@ -202,17 +204,16 @@ class Conv:
 
     @property
     def _symbolic_shapes(self) -> list[tuple]:
-        """The same with a variable in the place of the number of images."""
-        at, images = self.data_layout.index("N"), tirx.Var("images", "int64")
-        read = [
-            s for s in self.extra if len(s) == len(self.data_layout) and s != self.channel_shape
-        ]
-        moved = {self.data_shape, *self.further_parts, *read}
-        return [(*s[:at], images, *s[at + 1 :]) if s in moved else s for s in self._shapes]
+        """The same with a variable in the place of each size that is not known."""
+        names = "DHW"[-self.rank :] if self.any_size else ""
+        sizes = [tirx.Var(f"size_{c.lower()}", "int64") for c in names] or list(self.sizes)
+        images = tirx.Var("images", "int64") if self.any_batch else self.batch
+        whole = replace(self, sizes=tuple(sizes), batch=images, any_batch=False, any_size=False)
+        return whole._shapes
 
     def poisoned(self) -> list[np.ndarray]:
         """Arrays for the outputs, NaN everywhere."""
-        fixed = replace(self, any_batch=False).func()
+        fixed = replace(self, any_batch=False, any_size=False).func()
         return outputs_of(fixed, len(self._shapes))
 
     def arrays(self, seed: int = 0) -> list[np.ndarray]:

@@ -344,9 +344,9 @@ class _BlockReader:
         at, repeats = self._affine(e.a), int(e.b.value)
         axis = None if at is None else at.single_axis
         extent = None if axis is None else self.axes[axis].extent
-        if not isinstance(extent, int) or repeats < 1:
+        if extent is None or repeats < 1 or (clamps and not isinstance(extent, int)):
             return 1
-        last = (extent - 1) // repeats
+        last = (extent - 1) // repeats if clamps else 0
         for clamp in clamps:
             end = int(clamp.b.value)
             if end < last if isinstance(clamp, tirx.Min) else end > 0:

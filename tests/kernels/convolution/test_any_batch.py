@@ -19,7 +19,9 @@ from tvm_fusion.kernels.convolution.boxes import box_shape
 from tvm_fusion.kernels.convolution.cpu.kernel import ways
 from tvm_fusion.kernels.convolution.forms import CUDA_WRITER
 from tvm_fusion.kernels.convolution.geometry import Convolution, read_convolution
+from tvm_fusion.kernels.convolution.hopper import IMAGES as IN_BOXES
 from tvm_fusion.kernels.convolution.kernel_class import ConvolutionClass
+from tvm_fusion.kernels.convolution.typical import numbers_of
 from tvm_fusion.kernels.cpu.contraction.panels import wanted_panels
 from tvm_fusion.kernels.cpu.machine import machine_of
 from tvm_fusion.kernels.gemm.mma.plan import MmaConfig
@@ -107,9 +109,11 @@ def test_each_form_computes_any_number_of_images(kind):
 
 def test_boxes_suit_few_images_and_many():
     assert box_shape((8, 7, 7), (1, 1, 1), (0, 2, 2)) == (8, 1, 8)
-    images = read(replace(LAST, any_batch=True)).windows[0].size
-    assert box_shape((images, 7, 7), (1, 1, 1), (0, 2, 2)) == (1, 8, 8)
-    assert box_shape((images, 1, 1), (1, 1, 1), (0, 2, 2)) == (64, 1, 1)
+    found = read(replace(LAST, any_batch=True))
+    images = found.windows[0].size
+    for sizes, shape in (((images, 7, 7), (1, 8, 8)), ((images, 1, 1), (64, 1, 1))):
+        many = numbers_of(found, sizes, IN_BOXES)
+        assert box_shape(sizes, (1, 1, 1), (0, 2, 2), many=many) == shape
 
 
 ON_CPU = {
@@ -214,13 +218,3 @@ def test_a_compiled_network_takes_any_number_of_images_on_a_cpu(model):
             wanted = net.double()(x.double())
         net.float()
         torch.testing.assert_close(module(x).double(), wanted, atol=1e-4, rtol=1e-4)
-
-
-def test_windows_that_slide_over_symbolic_sizes_are_refused():
-    net = nn.Conv2d(8, 16, 3, padding=1).eval().half()
-    program = torch.export.export(
-        net, (torch.randn(2, 8, 9, 11).half(),), dynamic_shapes=({2: Dim("height", max=64)},)
-    )
-    planned = Planned.of(load(program), GPU, H200, POLICY)
-    assert "fallback" in {g.kernel_class for g in planned.plan.groups}
-    assert any("slides over data of symbolic size" in str(r) for r in planned.plan.refusals)

@@ -23,6 +23,7 @@ from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from ..program.expr import constant, dtype_of, keeps_value, number, rebuild, variables
+from ..program.extents import MAX_EXTENT, equal_sizes
 from ..program.program import Extent, Param
 from .axis import INDEX, Axis  # noqa: F401
 from .windows import Windows
@@ -30,9 +31,6 @@ from .windows import Windows
 # Simplifies indices whose sizes are symbolic: what is left of a reshape whose ranges are known.
 #
 # (i * n + j) // n  ->  i        (i * n + j) % n  ->  j        for 0 <= j < n, n > 0
-
-# Sizes are positive and far below the range of an index.
-MAX_EXTENT = 1 << 40
 
 
 class Simplifier:
@@ -371,14 +369,6 @@ class Contraction:
 def size_of(axes: Iterable[Axis]) -> Extent:
     """Number of points of the axes together."""
     return math.prod(axis.extent for axis in axes)
-
-
-def equal_sizes(a: Extent, b: Extent) -> bool:
-    """Whether two sizes are equal for all values of the symbolic variables."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    a, b = (constant(x, "int64") if isinstance(x, int) else x for x in (a, b))
-    return tvm.sym.Analyzer().can_prove_equal(a, b)
 
 
 def _lines(contraction: Contraction) -> list[str]:

@@ -15,6 +15,7 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 
 from ..program.expr import conjunction, constant, dtype_of, substitute
+from ..program.extents import equal_sizes, is_below, is_multiple, sized
 from ..program.program import Extent
 from .axis import INDEX, Axis
 
@@ -39,8 +40,7 @@ class Window:
         An axis of the batch whose extent is the number of phases of a transposed convolution:
         ``(phase + offset) // extent`` comes to the element.
     high : Extent
-        Symbolic where the number of positions is: each of these then reads the element of its
-        number, as images do.
+        Symbolic where the size of the data is.
     inner : Axis or None
         Positions are counted in windows that are pooled: ``axis * extent + inner``, with the extent
         of `inner`.
@@ -80,12 +80,12 @@ class Window:
 
     def is_multiple_of(self, positions: int) -> bool:
         """Whether all blocks of so many positions are whole."""
-        return positions == 1 or (not self.is_symbolic and self.size % positions == 0)
+        return is_multiple(self.size, positions)
 
     @property
     def phases(self) -> int:
         """Positions that differ in which taps meet an element."""
-        return 1 if self.is_symbolic else min(self.expansion, self.size)
+        return self.expansion if self.is_symbolic else min(self.expansion, self.size)
 
     @property
     def taps(self) -> int:
@@ -95,15 +95,13 @@ class Window:
     @property
     def reads_all(self) -> bool:
         """Whether positions are elements: one for each, none of them padding."""
-        if self.is_symbolic:
-            return True
         steps = (self.taps, self.stride, self.expansion, self.before, self.low)
-        return steps == (1, 1, 1, 0, 0) and self.high == self.size
+        return steps == (1, 1, 1, 0, 0) and equal_sizes(self.high, self.size)
 
     @property
     def has_zeros(self) -> bool:
         """Whether some position and tap meet no element."""
-        if self.is_symbolic:
+        if self.phase is None and self.reads_all:
             return False
         reach = self.dilation * (self.taps - 1)
         first = min(0, reach) - self.before
@@ -111,7 +109,7 @@ class Window:
         if self.phase is not None:
             first += self.offset // self.phase.extent
             last += (self.phase.extent - 1 + self.offset) // self.phase.extent
-        return self.expansion > 1 or first < self.low or last >= self.high
+        return self.expansion > 1 or first < self.low or not is_below(last, self.high)
 
     def phase_taps(self, phase: int) -> list[tuple[int, int]]:
         """The taps that positions ``phase + expansion * i`` of the results meet an element at, and
@@ -202,7 +200,7 @@ class Windows:
                 at = tirx.FloorDiv(at, size)
             places[self.coordinates[window.dim]] = at
             if window.has_zeros:
-                conditions += [at >= constant(window.low, INDEX), at < constant(window.high, INDEX)]
+                conditions += [at >= constant(window.low, INDEX), at < sized(window.high)]
         if self.channel_dim is not None:
             places[self.coordinates[self.channel_dim]] = self.channel
         return places, conjunction(*conditions)

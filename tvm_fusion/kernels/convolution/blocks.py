@@ -36,16 +36,11 @@ def _has_window(block: Block, read: Access) -> bool:
     )
 
 
-def slides_over_known_sizes(block: Block) -> bool:
-    """Whether a convolution's sizes are known but for those of axes, such as that of images, along
-    which it reads the element of each position alone.
-    """
-    data, weights = data_and_weights(block)
-    plain = [i for i in data.index if isinstance(i, Affine) and i.single_axis is not None]
-    alone = {i.single_axis for i in plain} & set(block.spatial)
-    elsewhere = weights.axes.union(*(i.axes for i in data.index if i not in plain))
+def sums_known_sizes(block: Block) -> bool:
+    """Whether a convolution's sizes are known but for those of its positions."""
+    _, weights = data_and_weights(block)
     symbolic = {n for n, axis in enumerate(block.axes) if not isinstance(axis.extent, int)}
-    return symbolic <= alone - elsewhere
+    return symbolic <= set(block.spatial) - weights.axes
 
 
 MOST_PARTS = 4
@@ -71,7 +66,7 @@ def moved_before(
     channels, or with None the whole of it.
     """
     convolution = next(filter(is_convolution, anchor.blocks), None)
-    if convolution is None or not slides_over_known_sizes(convolution):
+    if convolution is None or not sums_known_sizes(convolution):
         return frozenset()
     data, weights = data_and_weights(convolution)
     strides = _strides(convolution, data, weights)
@@ -182,7 +177,7 @@ def enlarged_cores(graph: FusionGraph, least_filters: int) -> Iterator[tuple[int
     """
     for op in graph.ops:
         block = next(filter(is_convolution, op.blocks), None)
-        if block is None or not slides_over_known_sizes(block):
+        if block is None or not sums_known_sizes(block):
             continue
         _, weights = data_and_weights(block)
         filters = block.extents(tuple(weights.axes & set(block.spatial)))

@@ -15,9 +15,6 @@ from ..gpu.tensor_map import MAX_BOX, MAX_STEP
 from ..program.program import Extent
 from .geometry import Convolution
 
-IMAGES = (1, 8, 64)
-"""That boxes of a symbolic number of images are to suit."""
-
 
 def box_shape(
     sizes: Sequence[Extent],
@@ -26,10 +23,11 @@ def box_shape(
     rims: bool = False,
     run: Sequence[int] | None = None,
     alone: Collection[int] = (),
+    many: Sequence[Sequence[int]] = (),
 ) -> tuple[int, ...]:
     """Positions of a box of 64 along each window: the fewest boxes; of these, none that reaches
     beyond a window of one position, if that can be, and what reads the least data with all taps.
-    Where a size is symbolic, some numbers count alike (`IMAGES`).
+    Where sizes are symbolic, those in `many` count alike: each has a number for every window.
     With `run` a box holds whole blocks of so many positions, each of which lies in `RUN_ROWS` rows
     side by side. Along windows that are `alone` it has one position.
 
@@ -43,9 +41,7 @@ def box_shape(
     """
     if max(strides) > MAX_STEP:
         raise Unsupported(f"steps of {max(strides)} elements")
-    best, many = None, [_some_of(sizes, images) for images in IMAGES]
-    if all(isinstance(n, int) for n in sizes):
-        many = many[:1]
+    best, many = None, many or [[n if isinstance(n, int) else BOX for n in sizes]]
     for exponents in itertools.product(range(BOX.bit_length()), repeat=len(sizes)):
         if sum(exponents) != BOX.bit_length() - 1:
             continue
@@ -68,11 +64,6 @@ def box_shape(
     if best is None:
         raise Unsupported("no box of these positions")
     return best[3]
-
-
-def _some_of(sizes: Sequence[Extent], images: int) -> list[int]:
-    """Sizes with a number in the place of those that are symbolic."""
-    return [n if isinstance(n, int) else images for n in sizes]
 
 
 def _count(sizes: Sequence[int], shape: Sequence[int]) -> int:

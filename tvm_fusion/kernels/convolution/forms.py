@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from statistics import geometric_mean
 from types import NoneType
+from typing import Any
 
 from tvm import tirx
 
@@ -34,9 +37,9 @@ from .hopper import (
     rims_ranked,
     streams_ranked,
 )
-from .images import with_images
 from .products import as_products
 from .runs import emit_convolution_runs, runs_ranked
+from .typical import several
 
 
 def _read_on_cpu(func: tirx.PrimFunc, exact: bool) -> tuple[OnCPU, Convolution | None]:
@@ -77,13 +80,37 @@ def _whole(form: Form) -> Form:
     )
 
 
-def _of_any_images(form: Form) -> Form:
-    """A form whose configurations for some images are those for any number of them."""
+def _of_any_size(form: Form) -> Form:
+    """A form whose configurations for some sizes are those for any: where several are typical, by
+    the geometric mean of what they take.
+    """
 
     def rank(convolution: Convolution, hw: HardwareProfile, policy: Policy) -> Ranked:
-        return form.rank(with_images(convolution), hw, policy)
+        lists = [form.rank(c, hw, policy) for c in several(convolution)]
+        return lists[0] if len(lists) == 1 else _in_the_mean(lists)
 
     return replace(form, rank=rank)
+
+
+def _in_the_mean(lists: Sequence[Ranked]) -> Ranked:
+    """The configurations that all lists have, by the geometric mean of their seconds; all of the
+    last one where there is none.
+    """
+    found: dict[Any, list[float]] = {}
+    own: dict[Any, Any] = {}
+    for ranked in lists:
+        for seconds, config in ranked:
+            alike = _without_order(config)
+            found.setdefault(alike, []).append(seconds)
+            own[alike] = config
+    common = [alike for alike, each in found.items() if len(each) == len(lists)]
+    ranked = [(geometric_mean(found[alike]), own[alike]) for alike in common]
+    return sorted(ranked, key=lambda entry: entry[0]) or lists[-1]
+
+
+def _without_order(config: Any) -> Any:
+    """A configuration without the order of its tiles, which each size has its own of."""
+    return replace(config, group_m=1) if hasattr(config, "group_m") else config
 
 
 def _of_products(form: Form) -> Form:
@@ -99,13 +126,13 @@ CUDA_WRITER = Writer(
     "a convolution",
     read_convolution,
     (
-        _of_any_images(Form("rims", RimConfig, rims_ranked, emit_rims)),
-        _of_any_images(Form("streams", StreamConfig, streams_ranked, emit_streams)),
-        _of_any_images(Form("hopper", HopperConfig, hopper_ranked, emit_hopper)),
+        _of_any_size(Form("rims", RimConfig, rims_ranked, emit_rims)),
+        _of_any_size(Form("streams", StreamConfig, streams_ranked, emit_streams)),
+        _of_any_size(Form("hopper", HopperConfig, hopper_ranked, emit_hopper)),
         _whole(Form("depthwise", DepthwiseConfig, depthwise_ranked, emit_depthwise)),
-        _of_any_images(_whole(Form("runs", RunsConfig, runs_ranked, emit_convolution_runs))),
-        _of_any_images(_of_products(Form("mma", MmaConfig, mma_ranked, emit_gemm_mma))),
-        _of_any_images(_of_products(Form("simt", SimtConfig, simt_ranked, emit_gemm_simt))),
+        _of_any_size(_whole(Form("runs", RunsConfig, runs_ranked, emit_convolution_runs))),
+        _of_any_size(_of_products(Form("mma", MmaConfig, mma_ranked, emit_gemm_mma))),
+        _of_any_size(_of_products(Form("simt", SimtConfig, simt_ranked, emit_gemm_simt))),
     ),
 )
 

@@ -34,7 +34,6 @@ from ..contraction.model import (
     RowPartial,
     Segment,
     Simplifier,
-    equal_sizes,
     fresh_var,
 )
 from ..contraction.reader import analyze_contraction
@@ -53,6 +52,7 @@ from ..program.expr import (
     substitute,
     variables,
 )
+from ..program.extents import simplified, smaller
 from ..program.program import Extent
 from .ranges import Linear, Ranges, floored, linear_of
 from .sources import Source, cuts_of, decided, is_zero, put_together
@@ -245,9 +245,8 @@ def read_convolution(func: tirx.PrimFunc, exact: bool = False) -> Convolution:
     Raises
     ------
     Unsupported
-        For what is no contraction of one product, symbolic sizes of filters, channels and windows
-        that slide, weights that are computed, and data that is not read by windows with zeros
-        around it.
+        For what is no contraction of one product, symbolic numbers of filters, channels and taps,
+        weights that are computed, and data that is not read by windows with zeros around it.
     """
     contraction = analyze_contraction(func, exact)
     outputs = [o for segment in contraction.segments for o in segment.outputs]
@@ -408,11 +407,8 @@ class _Reader:
                 group, channels = self._channels(at)
                 channel_dim = dim
                 continue
-            size = number(shape[dim])
-            if size is None:
-                windows.append(self._symbolic_window(dim, at, shape[dim], ranges))
-                continue
-            window = self._window(dim, at, expansion, int(size) * repeats, ranges)
+            size = simplified(shape[dim])
+            window = self._window(dim, at, expansion, size * repeats, ranges)
             windows.append(replace(window, repeats=repeats))
         ranges.check()
         places = [
@@ -445,7 +441,7 @@ class _Reader:
         dims = []
         for index, extent in zip(load.indices, load.source.ty.shape, strict=True):
             at = self._linear(index)
-            if at is None or at[1] != 0:
+            if at is None or not _from_zero(at):
                 raise Unsupported("weights that are read at other indices than axes")
             ordered = sorted(at[0].items(), key=lambda item: -item[1])
             step, axes = 1, []
@@ -581,7 +577,7 @@ class _Reader:
     def _slides(self, at: Linear, load: TensorLoad) -> bool:
         """Whether a reduced axis alone is a filter's taps: a window of one position."""
         (var,) = (v for v in at[0] if v in self.reduced)
-        return at[0][var] != 1 or at[1] != 0 or var in self._tapped(load)
+        return at[0][var] != 1 or not _from_zero(at) or var in self._tapped(load)
 
     def _tapped(self, load: TensorLoad) -> set[Var]:
         """The reduced axes that are taps: if there is none that is left for the channels, all but
@@ -590,7 +586,7 @@ class _Reader:
         alone = []
         for index in load.indices:
             at = self._linear(index)
-            if at is not None and set(at[0]) <= self.reduced and at[1] == 0:
+            if at is not None and set(at[0]) <= self.reduced and _from_zero(at):
                 alone += at[0] if list(at[0].values()) == [1] else ()
         longest = max(alone, key=lambda v: self.axes[v].extent, default=None)
         return {v for v in alone if v is not longest}
@@ -599,7 +595,7 @@ class _Reader:
         """The group and the channel of ``group * 4 + channel``."""
         reduced = [v for v in at[0] if v in self.reduced]
         others = [v for v in at[0] if v not in self.reduced]
-        if at[1] != 0 or len(reduced) > 1 or len(others) > 1:
+        if not _from_zero(at) or len(reduced) > 1 or len(others) > 1:
             raise Unsupported("channels that are read at no plain index")
         channels = self.axes[reduced[0]] if reduced else None
         if channels is not None and at[0][channels.var] != 1:
@@ -609,7 +605,7 @@ class _Reader:
             raise Unsupported("groups of channels that are not side by side")
         return group, channels
 
-    def _window(self, dim: int, at: Linear, expansion: int, size: int, ranges: Ranges) -> Window:
+    def _window(self, dim: int, at: Linear, expansion: int, size: Extent, ranges: Ranges) -> Window:
         taps = [v for v in at[0] if v in self.reduced]
         axes = [v for v in at[0] if v not in self.reduced]
         if len(taps) > 1 or len(axes) > 1:
@@ -619,7 +615,11 @@ class _Reader:
         stride = at[0][axes[0]] if axes else 1
         if stride < 1:
             raise Unsupported("a window that slides backwards")
+        if not isinstance(at[1], int):
+            raise Unsupported("a window that begins at a symbolic element")
         low, high = ranges.of(at, expansion)
+        if not isinstance(low, int | None):
+            raise Unsupported("zeros up to a symbolic element")
         dilation = at[0][taps[0]] if taps else 1
         return Window(
             dim,
@@ -630,24 +630,8 @@ class _Reader:
             -at[1],
             expansion,
             max(0, low if low is not None else 0),
-            min(size, high if high is not None else size),
+            size if high is None else smaller(size, high),
         )
-
-    def _symbolic_window(self, dim: int, at: Linear, size: Expr, ranges: Ranges) -> Window:
-        """The window of a dimension of symbolic size, of which every element is read at one
-        position: the images of a batch.
-        """
-        axis = self.axes[next(iter(at[0]))] if len(at[0]) == 1 else None
-        whole = (
-            axis is not None
-            and axis.var not in self.reduced
-            and at == ({axis.var: 1}, 0)
-            and equal_sizes(axis.extent, size)
-            and ranges.of(at, 1) == (None, None)
-        )
-        if not whole:
-            raise Unsupported("a window that slides over data of symbolic size")
-        return Window(dim, axis, None, 1, 1, 0, 1, 0, axis.extent)
 
     def _check_roles(
         self,
@@ -661,9 +645,8 @@ class _Reader:
             raise Unsupported("filters of several axes")
         known = [a for a in (group, channels, *filters) if a is not None]
         known += [a for w in windows for a in (w.tap,) if a is not None]
-        known += [w.axis for w in windows if w.axis is not None and isinstance(w.high, int)]
         if not all(isinstance(a.extent, int) for a in known):
-            raise Unsupported("a symbolic number of filters, channels, taps or places of a window")
+            raise Unsupported("a symbolic number of filters, channels or taps")
         placed = [a for w in windows for a in (w.axis, w.tap) if a is not None]
         placed += [a for a in (group, channels, *filters) if a is not None]
         names = [a.var for a in placed]
@@ -671,6 +654,11 @@ class _Reader:
             raise Unsupported("axes that are neither windows nor channels nor filters")
         if not windows:
             raise Unsupported("no window")
+
+
+def _from_zero(at: Linear) -> bool:
+    """Whether a linear form has no constant."""
+    return isinstance(at[1], int) and at[1] == 0
 
 
 def _scaled_sum(some: Linear, scale: int, others: Linear, other_scale: int) -> Linear:

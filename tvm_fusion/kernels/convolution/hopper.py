@@ -64,9 +64,11 @@ from ..program.expr import (
     dtype_of,
     variables,
 )
+from ..program.extents import divided_up, is_multiple, simplified
 from .boxes import box_shape, row_bits, run_of
 from .geometry import Convolution, Put
 from .patches import in_patches
+from .typical import numbers_of
 
 
 class RimConfig(HopperConfig):
@@ -197,7 +199,7 @@ def read_windows(
     dtype = _dtype(convolution)
     apart = _apart(convolution)
     starts = (
-        range(1 if w.is_symbolic else min(n, w.size))
+        range(n if w.is_symbolic else min(n, w.size))
         for n, w in zip(apart, convolution.windows, strict=True)
     )
     if rims or streams:
@@ -277,6 +279,8 @@ def _check_rims(convolution: Convolution, dtype: str) -> None:
         raise Unsupported("8-bit floats, whose sums are promoted between steps")
 
 
+IMAGES = (1, 8, 64)
+"""That boxes of a symbolic number of images are to suit."""
 BEYOND = 1 << 20
 """A position where there is no data: that of the one tap of positions that meet no element."""
 
@@ -315,14 +319,15 @@ class _Part:
         self.run = run_of(convolution, reduced) if reduced else None
         found = [self._windows(source, channels) for source in self.sources]
         alone = _images(convolution) if streams else ()
-        self.windows = _in_one_box(found, self.rims, self.run, alone)
+        many = numbers_of(convolution, found[0].sizes, IMAGES)
+        self.windows = _in_one_box(found, self.rims, self.run, alone, many)
         self.positions = [Axis(fresh_var("position", INDEX), n) for n in found[0].sizes]
 
     def _windows(self, source: Convolution, channels: int) -> Windows:
         found, first, step = [], 0, 1
         each = list(zip(source.windows, self.starts, self.apart, strict=True))
         for window, start, apart in reversed(each):
-            size = window.size if apart == 1 else -(-(window.size - start) // apart)
+            size = window.size if apart == 1 else divided_up(window.size - start, apart)
             # Of data that is not enlarged beside some that is, every so manieth element is read.
             further = apart // (window.expansion * window.repeats)
             stride = 1 if window.axis is None else window.stride * further
@@ -442,7 +447,7 @@ class _Part:
     def _boxes_of(self, param: Var, dtype: str, indices: Sequence[Expr]) -> TensorMap | None:
         """The map of a matrix in boxes of 64 positions by 64 filters, if the TMA moves it."""
         shape = next(p.shape for p in self.convolution.contraction.params if p.var.same_as(param))
-        access = affine_access(indices, shape, self._by_window)
+        access = affine_access(indices, shape, self._by_window, symbolic_strides=True)
         if access is None or dtype not in HALF_DTYPES or not access.contiguous("n"):
             return None
         windows = self.windows[0]
@@ -455,16 +460,20 @@ class _Part:
 
 
 def _in_one_box(
-    windows: Sequence[Windows], rims: bool, run: tuple[int, ...] | None, alone: Collection[int]
+    windows: Sequence[Windows],
+    rims: bool,
+    run: tuple[int, ...] | None,
+    alone: Collection[int],
+    many: Sequence[Sequence[int]],
 ) -> list[Windows]:
-    """The windows of all parts of the data with the positions of a box."""
+    """The windows of all parts of the data with the positions of a box that suits `many` sizes."""
     first = windows[0]
     strides = [max(some) for some in zip(*(w.strides for w in windows), strict=True)]
     reach = [
         max(abs(w.dilations[i]) * (w.taps[i] - 1) // w.repeats[i] for w in windows)
         for i in range(len(first.sizes))
     ]
-    shape = box_shape(first.sizes, strides, reach, rims, run, alone)
+    shape = box_shape(first.sizes, strides, reach, rims, run, alone, many)
     return [replace(w, shape=shape) for w in windows]
 
 
@@ -496,7 +505,7 @@ def _repeated_walk(window: Window, start: int) -> Walk:
     """The same of data whose elements are repeated, all taps of which meet one."""
     if window.dilation < 0:
         raise Unsupported("a filter that is turned around, over elements that are repeated")
-    if window.low % window.repeats or window.high % window.repeats:
+    if window.low % window.repeats or not is_multiple(window.high, window.repeats):
         raise Unsupported("zeros in the place of some repetitions of an element")
     first, offset = window.repeated_at(start)
     before = window.low // window.repeats - first
@@ -517,12 +526,10 @@ def _data(
     """The data as the TMA reads it, and what is computed of it."""
     env, groups = {}, {"batch": batch, "k": (convolution.channels,)}
     for name, window in zip(windows.names, convolution.windows, strict=True):
-        low, size = 0, window.size
-        if not window.is_symbolic:
-            if window.high <= window.low:
-                raise Unsupported("data of which nothing is read")
-            low = window.low // window.repeats
-            size = window.high // window.repeats - low
+        if isinstance(window.high, int) and window.high <= window.low:
+            raise Unsupported("data of which nothing is read")
+        low = window.low // window.repeats
+        size = simplified(window.high // window.repeats - low)
         place, groups[name] = constant(low, INDEX), ()
         if not equal_sizes(size, 1):
             axis = Axis(fresh_var(name, INDEX), size)
@@ -542,10 +549,11 @@ def _data(
     load, prologue = Operand(convolution.data).load, None
     if load is not None:
         source, indices = load.source, [put(i) for i in load.indices]
-        access = affine_access(indices, _shape_of(convolution, load), groups)
+        shape = _shape_of(convolution, load)
+        access = affine_access(indices, shape, groups, symbolic_strides=True)
     else:
         value = Operand(put(convolution.data))
-        sizes = tuple(w.size if w.is_symbolic else w.high - w.low for w in convolution.windows)
+        sizes = tuple(simplified(w.high - w.low) for w in convolution.windows)
         held = zip(windows.names, windows.held, strict=True)
         alone = [name for name, n in held if n == 1] if windows.streams else ()
         prologue = read_prologue(

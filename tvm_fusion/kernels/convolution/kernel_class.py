@@ -33,7 +33,7 @@ from .blocks import (
     enlarged_cores,
     is_convolution,
     moved_before,
-    slides_over_known_sizes,
+    sums_known_sizes,
 )
 from .computed import computes_data, front_of, views_before
 from .launch import RIM_FILTERS, predict, sizes_of, takes_repeats
@@ -99,10 +99,10 @@ class ConvolutionClass(Nest):
             return fit
         if refusal := refuse_gathers(group, (write.tensor for write in block.writes)):
             return refusal
-        if not slides_over_known_sizes(block):
+        if not sums_known_sizes(block):
             return group.refuse(
                 RefusalCode.REDUCTION,
-                "a convolution that slides over data of symbolic size, or sums over it",
+                "a convolution of a symbolic number of filters, channels or taps",
                 FIXED_SIZES,
             )
         found = predict(group, fit, sizes_of(group, block), hw, policy, list(further.values()))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
 from ...ir.access import Block, Irregular
-from ...ir.extents import assumed_product
+from ...ir.extents import assumed, assumed_product
 from ...plan.group_view import GroupView, dtype_bytes
 from ..base import Fit
 from ..gemm.hopper.model import STEP_BYTES
@@ -97,8 +97,8 @@ def _expansion(group: GroupView, tensor: int) -> int:
         shape = group.graph.tensors[read.tensor].shape
         for index, size in zip(read.index, shape, strict=True):
             if isinstance(index, Irregular) and read.guarded and len(index.axes) == 1:
-                (extent,) = block.extents(tuple(index.axes))
-                if isinstance(extent, int) and isinstance(size, int) and size > 1:
+                (extent,) = map(assumed, block.extents(tuple(index.axes)))
+                if (size := assumed(size)) > 1:
                     found *= max(1, (extent - 1) // (size - 1))
         tensor = read.tensor
     return found

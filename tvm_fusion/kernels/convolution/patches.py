@@ -20,6 +20,7 @@ from ..contraction.windows import Window, Windows
 from ..gpu.access import affine_access, window_access
 from ..gpu.tensor_map import MAX_STEP
 from ..program.expr import constant, variables
+from ..program.extents import equal_sizes, is_below
 from .geometry import Convolution, Put
 
 
@@ -45,7 +46,7 @@ def _is_apart(window: Window) -> bool:
         plain
         and window.stride == window.taps
         and window.low == 0
-        and window.high >= window.size * window.taps
+        and is_below(window.size * window.taps - 1, window.high)
     )
 
 
@@ -54,10 +55,16 @@ def _with_channels(c: Convolution) -> Convolution:
     access = window_access(
         Windows(c.windows, c.channel_dim, c.group, c.channels, c.data, c.coordinates)
     )
-    if access is None or c.group is not None or c.channels is None or access.channel != 1:
+    if access is None or c.group is not None or c.channels is None:
+        return c
+    if not equal_sizes(access.channel, 1):
         return c
     size = c.channels_of_group
-    near = [i for i, w in enumerate(c.windows) if _is_apart(w) and access.strides[w.dim] == size]
+    near = [
+        i
+        for i, w in enumerate(c.windows)
+        if _is_apart(w) and equal_sizes(access.strides[w.dim], size)
+    ]
     if not near:
         return c
     (number,) = near[:1]

@@ -43,6 +43,8 @@ from ..contraction.model import (
 from ..contraction.windows import Window, Windows
 from ..gpu.access import window_access
 from ..program.expr import constant, number, variables
+from ..program.extents import divided_up, is_multiple, simplified
+from ..program.program import Extent
 from .boxes import run_of
 from .geometry import Convolution, Put
 from .patches import in_patches
@@ -109,8 +111,7 @@ def _by_window(window: Window, height: int, env: dict[Var, Expr]) -> Window:
     """
     if height == 1:
         return window
-    count = window.size // height
-    axis = Axis(fresh_var("pooled", INDEX), count) if count > 1 else None
+    axis = _axis("pooled", simplified(window.size // height))
     inner = Axis(fresh_var("inner", INDEX), height)
     first = axis.var * constant(height, INDEX) if axis else constant(0, INDEX)
     env[window.axis.var] = first + inner.var
@@ -128,7 +129,7 @@ def _is_even(window: Window) -> bool:
     """Whether all phases have the same number of positions and of taps."""
     steps = window.expansion
     neighbours = window.stride == 1 and abs(window.dilation) == 1
-    return steps > 1 and neighbours and window.size % steps == window.taps % steps == 0
+    return steps > 1 and neighbours and is_multiple(window.size, steps) and window.taps % steps == 0
 
 
 def _phases(window: Window, env: dict[Var, Expr]) -> Window:
@@ -151,16 +152,19 @@ def _phases(window: Window, env: dict[Var, Expr]) -> Window:
 
 
 def _every(axis: Axis, name: str, steps: int) -> Axis | None:
-    size = axis.extent // steps
-    return Axis(fresh_var(name, INDEX), size) if size > 1 else None
+    return _axis(name, simplified(axis.extent // steps))
+
+
+def _axis(name: str, size: Extent) -> Axis | None:
+    """A new axis; None where it has one point."""
+    return None if isinstance(size, int) and size <= 1 else Axis(fresh_var(name, INDEX), size)
 
 
 def _phase(window: Window, start: int, env: dict[Var, Expr]) -> Window:
     """The window of the positions from `start` on, as far apart as it is expanded; what its axes
     are there is added to `env`.
     """
-    size = -(-(window.size - start) // window.expansion)
-    axis = Axis(fresh_var("step", INDEX), size) if size > 1 else None
+    axis = _axis("step", divided_up(window.size - start, window.expansion))
     env[window.axis.var] = constant(start, INDEX) + (
         axis.var * constant(window.expansion, INDEX) if axis else constant(0, INDEX)
     )

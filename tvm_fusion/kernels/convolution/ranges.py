@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import tvm
 from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from ...errors import Unsupported
 from ..contraction.model import INDEX, Axis, Simplifier, fresh_var
-from ..program.expr import constant, number, rebuild, substitute
+from ..contraction.row_runs import loads_of
+from ..program.expr import constant, number, rebuild, substitute, variables
+from ..program.extents import larger, simplified, sized, smaller
+from ..program.program import Extent
 
-Linear = tuple[dict[Var, int], int]
-"""Coefficients of variables, and a constant."""
+Linear = tuple[dict[Var, int], Extent]
+"""Coefficients of axes, and a constant: a number, or what symbolic sizes make."""
 LinearOf = Callable[[Expr], Linear | None]
 """Reads an expression as such a form; None where it is none."""
 
@@ -38,7 +42,7 @@ class Ranges:
             a, b = condition.a, condition.b
             if isinstance(a, tirx.FloorMod) and number(a.b) is not None and number(b) is not None:
                 at = linear(a.a)
-                if at is not None:
+                if at is not None and isinstance(at[1], int):
                     shifted = at[0], at[1] - int(number(b))
                     self.multiples.append((shifted, abs(int(number(a.b)))))
                     return
@@ -54,13 +58,15 @@ class Ranges:
     def divides(self, at: Linear, expansion: int) -> bool:
         """Whether a condition says that the linear form is a multiple."""
         for i, (form, step) in enumerate(self.multiples):
-            apart = form[1] - at[1]
+            apart = simplified(form[1] - at[1])
+            if not isinstance(apart, int):
+                continue
             if step == expansion and form[0] == at[0] and apart % expansion == 0:
                 self.used.add(-1 - i)
                 return True
         return False
 
-    def of(self, at: Linear, expansion: int) -> tuple[int | None, int | None]:
+    def of(self, at: Linear, expansion: int) -> tuple[Extent | None, Extent | None]:
         """The least index, and the first one beyond the last, that conditions leave; these are
         said by it from now on.
         """
@@ -68,10 +74,12 @@ class Ranges:
         self.used |= said
         return low, high
 
-    def _limits(self, at: Linear, expansion: int = 1) -> tuple[int | None, int | None, set[int]]:
+    def _limits(
+        self, at: Linear, expansion: int = 1
+    ) -> tuple[Extent | None, Extent | None, set[int]]:
         """The same, and which conditions say it."""
-        low: int | None = None
-        high: int | None = None
+        low: Extent | None = None
+        high: Extent | None = None
         said = set()
         for i, form in enumerate(self.bounds):
             times = _times(at[0], form[0])
@@ -79,24 +87,24 @@ class Ranges:
                 continue
             said.add(i)
             if times > 0:  # at = times * form + c, and form >= 0
-                least = -((times * form[1] - at[1]) // expansion)
-                low = least if low is None else max(low, least)
+                least = simplified(-((times * form[1] - at[1]) // expansion))
+                low = least if low is None else larger(low, least)
             else:
-                end = (at[1] - times * form[1]) // expansion + 1
-                high = end if high is None else min(high, end)
+                end = simplified((at[1] - times * form[1]) // expansion + 1)
+                high = end if high is None else smaller(high, end)
         return low, high, said
 
-    def least(self, form: Mapping[Var, int], axes: Mapping[Var, Axis]) -> int:
+    def least(self, form: Mapping[Var, int], axes: Mapping[Var, Axis]) -> Extent:
         """The least value of a form that axes and conditions leave."""
         low, _, _ = self._limits((dict(form), 0))
-        least = sum(min(0, n * (int(axes[v].extent) - 1)) for v, n in form.items())
-        return least if low is None else max(low, least)
+        least = simplified(sum(n * (axes[v].extent - 1) for v, n in form.items() if n < 0))
+        return least if low is None else larger(low, least)
 
-    def most(self, form: Mapping[Var, int], axes: Mapping[Var, Axis]) -> int:
+    def most(self, form: Mapping[Var, int], axes: Mapping[Var, Axis]) -> Extent:
         """The largest one."""
         _, end, _ = self._limits((dict(form), 0))
-        most = sum(max(0, n * (int(axes[v].extent) - 1)) for v, n in form.items())
-        return most if end is None else min(end - 1, most)
+        most = simplified(sum(n * (axes[v].extent - 1) for v, n in form.items() if n > 0))
+        return most if end is None else smaller(end - 1, most)
 
     def forms(self) -> list[dict[Var, int]]:
         """The coefficients that conditions bound, each once."""
@@ -114,7 +122,7 @@ class Ranges:
                 continue
             rising = form if max(form.values()) > 0 else {v: -n for v, n in form.items()}
             least = self.least(rising, axes)
-            if least == self.most(rising, axes):
+            if isinstance(least, int) and least == self.most(rising, axes):
                 found.append((rising, least))
         return found
 
@@ -143,7 +151,7 @@ def lower_bound(condition: Expr, linear: LinearOf) -> Linear | None:
     for var, factor in less[0].items():
         coefficients[var] = coefficients.get(var, 0) - factor
     coefficients = {v: f for v, f in coefficients.items() if f}
-    return coefficients, more[1] - less[1] - strict
+    return coefficients, simplified(more[1] - less[1] - strict)
 
 
 def floored(value: Expr, ranges: Ranges, axes: Mapping[Var, Axis]) -> Expr:
@@ -157,12 +165,12 @@ def floored(value: Expr, ranges: Ranges, axes: Mapping[Var, Axis]) -> Expr:
             continue
         taken |= set(form)
         low, high = ranges.least(form, axes), ranges.most(form, axes)
-        coordinate = Axis(fresh_var("at", INDEX), max(1, high - low + 1))
+        coordinate = Axis(fresh_var("at", INDEX), larger(1, simplified(high - low + 1)))
         rest = _sum({v: n for v, n in form.items() if v is not var})
-        own = coordinate.var + constant(low, INDEX) - rest
+        own = coordinate.var + sized(low) - rest
         names.append(coordinate)
         places[var] = own * constant(form[var], INDEX)
-        back[coordinate.var] = _sum(form) - constant(low, INDEX)
+        back[coordinate.var] = _sum(form) - sized(low)
     simplify = Simplifier(names)
 
     def place(expr: Expr) -> Expr:
@@ -204,7 +212,9 @@ def linear_of(expr: Expr, axes: Mapping[Var, Axis]) -> Linear | None:
     if value is not None:
         return {}, int(value)
     if isinstance(expr, Var):
-        return ({expr: 1}, 0) if expr in axes else None
+        return ({expr: 1}, 0) if expr in axes else ({}, expr)
+    if _is_size(expr, axes):
+        return {}, expr
     if isinstance(expr, tirx.Cast):
         return linear_of(expr.value, axes)
     if isinstance(expr, tirx.Add | tirx.Sub):
@@ -215,11 +225,21 @@ def linear_of(expr: Expr, axes: Mapping[Var, Axis]) -> Linear | None:
         found = dict(a[0])
         for var, factor in b[0].items():
             found[var] = found.get(var, 0) + sign * factor
-        return {v: f for v, f in found.items() if f}, a[1] + sign * b[1]
+        return {v: f for v, f in found.items() if f}, simplified(a[1] + sign * b[1])
     if isinstance(expr, tirx.Mul):
         a, b = linear_of(expr.a, axes), linear_of(expr.b, axes)
         if a is None or b is None or (a[0] and b[0]):
             return None
         form, factor = (a, b[1]) if a[0] else (b, a[1])
-        return {v: f * factor for v, f in form[0].items() if f * factor}, form[1] * factor
+        if not isinstance(factor, int):
+            return None
+        found = {v: f * factor for v, f in form[0].items() if f * factor}
+        return found, simplified(form[1] * factor)
     return None
+
+
+def _is_size(expr: Expr, axes: Mapping[Var, Axis]) -> bool:
+    """Whether an index is made of symbolic sizes alone."""
+    read = variables(expr)
+    plain = all(isinstance(v.ty, tvm.ir.PrimType) and v not in axes for v in read)
+    return bool(read) and plain and not loads_of(expr)

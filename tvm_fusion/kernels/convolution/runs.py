@@ -20,6 +20,7 @@ from ..gemm.runs.problem import Runs, RunWindow, halves_of
 from ..gemm.runs.rank import rank_runs
 from ..gemm.runs.shape import RunsConfig
 from ..gpu.access import WindowAccess, window_access
+from ..program.extents import equal_sizes
 from .geometry import Convolution
 
 MOST_CHANNELS = 15
@@ -67,7 +68,7 @@ def read_runs(convolution: Convolution) -> Runs:
         raise Unsupported("a transposed convolution with a stride")
     if any(w.repeats != 1 for w in c.windows):
         raise Unsupported("data whose elements are repeated")
-    if any(w.high <= w.low for w in c.windows if not w.is_symbolic):
+    if any(isinstance(w.high, int) and w.high <= w.low for w in c.windows):
         raise Unsupported("data of which nothing is read")
     data = Operand(c.data)
     halves_of(data, c.weights, c.product.dtype)
@@ -76,14 +77,14 @@ def read_runs(convolution: Convolution) -> Runs:
     )
     if access is None:
         raise Unsupported("data that lies at no strides")
-    inside = c.channels is not None and access.channel == 1
+    inside = c.channels is not None and equal_sizes(access.channel, 1)
     unit = c.channels_of_group if inside else 1
-    known = [i for i, w in enumerate(c.windows) if not w.is_symbolic]
-    near = [i for i in known if access.strides[c.windows[i].dim] == unit]
-    inner = max(near, key=lambda i: c.windows[i].taps * c.windows[i].size, default=None)
+    slide = [i for i, w in enumerate(c.windows) if not (w.is_symbolic and w.reads_all)]
+    near = [i for i in slide if equal_sizes(access.strides[c.windows[i].dim], unit)]
+    inner = max(near, key=lambda i: _terms_along(c.windows[i]), default=None)
     if inner is None or (c.windows[inner].taps > 1 and c.windows[inner].dilation != 1):
         raise Unsupported("taps that are no neighbours in memory")
-    several = [i for i in known if i != inner and c.windows[i].size > 1]
+    several = [i for i in slide if i != inner and not equal_sizes(c.windows[i].size, 1)]
     found = Runs(
         c.contraction,
         _segment(c),
@@ -100,6 +101,11 @@ def read_runs(convolution: Convolution) -> Runs:
     )
     found.check()
     return found
+
+
+def _terms_along(window: Window) -> tuple[bool, int]:
+    """How many terms all positions along a window have, any number of them more than others."""
+    return window.is_symbolic, window.taps * (1 if window.is_symbolic else window.size)
 
 
 def _window(window: Window, access: WindowAccess) -> RunWindow:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import tvm_ffi
 from tvm import tirx
@@ -28,6 +29,8 @@ from ..program.expr import (
     rebuild,
     substitute,
 )
+from ..program.extents import equal_sizes, larger, simplified, sized
+from ..program.program import Extent
 from .ranges import LinearOf, lower_bound
 
 
@@ -75,7 +78,7 @@ def cuts_of(
             return
         test, *branches = expr.args
         bound = None if any(is_zero(b) for b in branches) else lower_bound(test, linear)
-        if bound is None or len(bound[0]) != 1:
+        if bound is None or len(bound[0]) != 1 or not isinstance(bound[1], int):
             return
         ((var, factor),), least = bound[0].items(), bound[1]
         if var in reduced and abs(factor) == 1:
@@ -118,10 +121,8 @@ def put_together(channels: Axis, parts: Sequence[Windows]) -> tuple[Windows, tup
         raise Unsupported("parts of data that are read at other windows")
     windows, sources, start = list(first.dims), [], 0
     for i, window in enumerate(windows):
-        if window.is_symbolic:
-            continue
         bounds = [_bounds(window, part.dims[i]) for part in parts]
-        low, high = min(low for low, _ in bounds), max(high for _, high in bounds)
+        low, high = min(low for low, _ in bounds), reduce(larger, (high for _, high in bounds))
         windows[i] = replace(window, repeats=1, low=low, high=high)
     for part in parts:
         placed = _placed(windows, first, part, start)
@@ -146,23 +147,21 @@ def _reads(part: Windows) -> tuple:
     return part.channel_dim, len(part.coordinates), dtype_of(part.data), steps
 
 
-def _bounds(window: Window, own: Window) -> tuple[int, int]:
+def _bounds(window: Window, own: Window) -> tuple[int, Extent]:
     """Where a part has elements, in the coordinate of the whole."""
     shift = own.before - window.before
-    return own.low + shift, own.high + shift
+    return own.low + shift, simplified(own.high + shift)
 
 
 def _placed(windows: Sequence[Window], whole: Windows, part: Windows, start: int) -> Expr:
-    at = {whole.channel_dim: -start} | {w.dim: 0 for w in windows if w.is_symbolic}
+    at = {whole.channel_dim: -start}
     inside = []
     for window, own in zip(windows, part.dims, strict=True):
-        if window.is_symbolic:
-            continue
         place = whole.coordinates[window.dim]
         at[window.dim] = window.before - own.before
         low, high = _bounds(window, own)
         inside += [place >= constant(low, INDEX)] if low > window.low else []
-        inside += [place < constant(high, INDEX)] if high < window.high else []
+        inside += [place < sized(high)] if not equal_sizes(high, window.high) else []
     names = zip(part.coordinates, whole.coordinates, strict=True)
     env = {
         own: place + constant(at[d], INDEX) if at[d] else place

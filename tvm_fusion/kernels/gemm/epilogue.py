@@ -260,8 +260,9 @@ def take_loads(
 class LoadTaker:
     """Puts placeholders in place of loads, which it keeps as `found`."""
 
-    def __init__(self, contraction: Contraction, groups: Groups):
+    def __init__(self, contraction: Contraction, groups: Groups, symbolic_strides: bool = False):
         self.contraction, self.groups = contraction, groups
+        self.symbolic_strides = symbolic_strides
         self.found: list[EpilogueLoad] = []
 
     def visit(self, expr: Expr) -> Expr:
@@ -283,7 +284,7 @@ class LoadTaker:
         owner = {axis.var: name for name, axes in self.groups.items() for axis in axes}
         used = frozenset(owner[v] for v in variables(*load.indices) if v in owner)
         shape = next(p.shape for p in self.contraction.params if p.var.same_as(load.source))
-        access = affine_access(load.indices, shape, self.groups)
+        access = affine_access(load.indices, shape, self.groups, self.symbolic_strides)
         dtype = dtype_of(load)
         var = fresh_var(f"l{len(self.found)}", widened(dtype))
         indices = tuple(load.indices)

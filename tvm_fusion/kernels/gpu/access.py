@@ -19,17 +19,17 @@ from tvm.script import tirx as T
 
 from ..contraction.model import INDEX, Operand, Simplifier
 from ..contraction.reader import Axis, equal_sizes, size_of
-from ..contraction.windows import Windows
+from ..contraction.windows import Window, Windows
 from ..program.expr import (
     FLOAT8_DTYPES,
     constant,
-    dtype_of,
     flatten,
     linear_form,
     number,
     substitute,
     variables,
 )
+from ..program.extents import is_multiple, multiplied_out, simplified
 from ..program.program import Extent
 from .arithmetic import pack_float8
 from .intrinsics import device_call, pack_halves
@@ -134,22 +134,17 @@ class AffineAccess:
         )
 
 
-def is_multiple(size: Extent, of: int) -> bool:
-    """Whether a size is a multiple of a number, for all values of the symbolic variables."""
-    if isinstance(size, int):
-        return size % of == 0
-    return equal_sizes(tirx.FloorMod(size, constant(of, dtype_of(size))), 0)
-
-
 def affine_access(
     indices: Sequence[Expr], shape: Sequence[Extent], groups: Groups, symbolic_strides: bool = False
 ) -> AffineAccess | None:
     """The access ``buffer[indices]`` over groups of axes; None where it is not affine in them.
 
-    With `symbolic_strides` groups of known extents may lie a symbolic distance apart.
+    With `symbolic_strides` groups may lie a symbolic distance apart.
     """
     axes = [axis for group in groups.values() for axis in group]
     offset = Simplifier(axes)(flatten(indices, shape, INDEX))
+    if symbolic_strides:
+        offset = multiplied_out(offset)
     owner = {axis.var: name for name, group in groups.items() for axis in group}
     parts: dict[str, Expr] = {}
     base = 0
@@ -179,20 +174,23 @@ class WindowAccess:
     """``offset = base + sum of strides * places`` of data that is read at windows, in elements.
     Where a window repeats elements, its place is that of the one in memory.
 
-    `strides` has a number for each dimension of the data; `channel` is that of the channels, 0
+    `strides` has a size for each dimension of the data; `channel` is that of the channels, 0
     where there are none.
     """
 
     base: int
-    strides: tuple[int, ...]
-    channel: int
+    strides: tuple[Extent, ...]
+    channel: Extent
 
     def aligned(self, elements: int, windows: Windows) -> bool:
         """Whether runs of `elements` channels are contiguous, at multiples of that."""
-        if windows.channels is None or windows.channel_dim is None or self.channel != 1:
+        if windows.channels is None or windows.channel_dim is None:
+            return False
+        if not isinstance(self.channel, int) or self.channel != 1:
             return False
         others = (s for d, s in enumerate(self.strides) if d != windows.channel_dim)
-        return all(n % elements == 0 for n in (windows.channels.extent, self.base, *others))
+        sizes = (windows.channels.extent, self.base, *others)
+        return all(is_multiple(n, elements) for n in sizes)
 
 
 def window_access(windows: Windows) -> WindowAccess | None:
@@ -204,7 +202,7 @@ def window_access(windows: Windows) -> WindowAccess | None:
         return None
     known = ((extent, number(extent)) for extent in load.source.ty.shape)
     shape = [extent if size is None else int(size) for extent, size in known]
-    ends = {w.dim: w.high if w.is_symbolic else max(1, w.high // w.repeats) for w in windows.dims}
+    ends = {w.dim: _elements_below(w) for w in windows.dims}
     sizes = (1 if a is None else a.extent for a in (windows.group, windows.channels))
     ends[windows.channel_dim] = math.prod(sizes)
     axes = [Axis(var, ends[d]) for d, var in enumerate(windows.coordinates)]
@@ -214,14 +212,20 @@ def window_access(windows: Windows) -> WindowAccess | None:
         if w.repeats > 1
     }
     indices = [substitute(index, repeated) for index in load.indices]
-    found = affine_access(indices, shape, {str(d): (a,) for d, a in enumerate(axes)})
+    groups = {str(d): (a,) for d, a in enumerate(axes)}
+    found = affine_access(indices, shape, groups, symbolic_strides=True)
     if found is None or any(len(digits) > 1 for digits in found.digits.values()):
         return None
     strides = tuple(found.inner(str(d)).stride for d in range(len(axes)))
-    if not all(isinstance(stride, int) for stride in strides):
-        return None
     channel = 0 if windows.channel_dim is None else strides[windows.channel_dim]
     return WindowAccess(found.base, strides, channel)
+
+
+def _elements_below(window: Window) -> Extent:
+    """Elements in memory that lie before the end of a window's data."""
+    if isinstance(window.high, int):
+        return max(1, window.high // window.repeats)
+    return simplified(window.high // window.repeats)
 
 
 def _terms(expr: Expr, sign: int) -> Iterator[Expr]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as B
 
 from ...errors import Unsupported
-from ..program.expr import convert, dtype_of
+from ..program.expr import convert, dtype_of, variables
 from ..program.program import Extent, Param, Program
 
 GRID_LIMIT = 2**31 - 1
@@ -78,7 +78,9 @@ def kernel_frame(program: Program, grid: Extent, threads: int, cluster: int = 1)
     blocks = grid * cluster
     with IRBuilder() as builder, B.prim_func():
         T.func_name("main")
-        args = [_declare(param, frame) for param in program.params]
+        shapes = [n for p in program.params for n in p.shape or () if not isinstance(n, int)]
+        sizes = set(variables(*shapes))
+        args = [_declare(param, frame, sizes) for param in program.params]
         T.func_attr({"tirx.noalias": True})
         T.device_entry()
         frame.block = T.cta_id([blocks if isinstance(blocks, int) else convert(blocks, "int32")])
@@ -92,11 +94,14 @@ def kernel_frame(program: Program, grid: Extent, threads: int, cluster: int = 1)
     frame.func = _finish(builder.get(), program)
 
 
-def _declare(param: Param, frame: Frame) -> Var:
+def _declare(param: Param, frame: Frame, sizes: Collection[Var]) -> Var:
+    """The parameter of a new function; a number that is one of the `sizes` of tensors, such as n
+    where all have n // 2 rows, is the variable that is in their shapes.
+    """
     name = re.sub(r"\W|^(?=\d)", "_", param.name)  # models have tensors like "gpu_0/data"
     if param.shape is not None:
         return T.arg(name, T.buffer(param.shape, param.dtype))
-    arg = T.arg(name, getattr(T, param.dtype)())
+    arg = T.arg(name, param.var if param.var in sizes else getattr(T, param.dtype)())
     frame.numbers[param.var] = arg
     return arg
 

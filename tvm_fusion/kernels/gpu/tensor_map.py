@@ -15,7 +15,8 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
-from ..program.expr import bytes_of, convert
+from ..program.expr import bytes_of, convert, variables
+from ..program.extents import with_values
 from ..program.program import Extent
 from .access import AffineAccess, Digit, is_multiple
 from .ahead import bring_box
@@ -31,6 +32,9 @@ BOX_BYTES = 128
 
 SWIZZLE_128B = 3
 L2_PROMOTION_128B = 2
+
+ORDER_SIZE = 1 << 10
+"""That symbolic sizes are taken for where dimensions are put in order."""
 
 # The data type under which the TMA rounds float32 to what tensor cores read of it.
 TFLOAT32 = 11
@@ -207,8 +211,12 @@ def _int32(size: Extent) -> Expr | int:
 
 
 def _order(dimension: Dimension, inner: str) -> tuple[bool, bool, int]:
-    """The contiguous dimension first, the others by stride, unknown strides last."""
+    """The contiguous dimension first, the others by stride, unknown strides last, those that hold
+    more symbolic sizes behind others.
+    """
     stride = dimension.stride
     known = isinstance(stride, int)
     contiguous = dimension.group == inner and _is(stride, 1)
-    return not contiguous, not known, stride if known else 0
+    if known:
+        return not contiguous, False, stride
+    return not contiguous, True, with_values(stride, dict.fromkeys(variables(stride), ORDER_SIZE))

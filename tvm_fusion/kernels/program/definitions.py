@@ -30,6 +30,7 @@ from ...ir.blocks import (
     term_of,
 )
 from .expr import extent_of, number, same
+from .extents import equal_sizes
 from .program import Extent, Param, ReduceKind
 
 KINDS = {
@@ -242,7 +243,7 @@ def _axes(
 def _equal(a: Extent, b: Extent) -> bool:
     if isinstance(a, int) or isinstance(b, int):
         return isinstance(a, int) and isinstance(b, int) and a == b
-    return same(a, b)
+    return same(a, b) or equal_sizes(a, b)
 
 
 def _combiner(store: tirx.BufferStore) -> tuple[ReduceKind, Expr]:

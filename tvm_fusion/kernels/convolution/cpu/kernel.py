@@ -8,7 +8,7 @@ from ....errors import Unsupported
 from ...cpu.machine import Machine
 from ...cpu.write import finished
 from ..geometry import Convolution, by_channels, merged
-from ..images import with_images
+from ..typical import sliding_sizes, with_sizes
 from .filter_lanes import FilterLanes
 from .position_lanes import PositionLanes
 from .tiles import Tiles, fastest_tiles
@@ -53,7 +53,7 @@ def write_convolution(
         raise Unsupported(f"sums of {convolution.product.dtype}")
     terms = convolution.channels_of_group * convolution.taps
     least = LEAST_TAPS if convolution.channels is None and convolution.group else LEAST_TERMS
-    work = with_images(convolution, IMAGES).multiply_adds
+    work = with_sizes(convolution, IMAGES).multiply_adds
     if terms < least or work < LEAST_WORK:
         raise Unsupported(f"{work} multiply-adds, {terms} a result")
     for form, chosen, tiles in ways(convolution, machine):
@@ -80,6 +80,8 @@ def ways(
         No form takes it.
     """
     convolution = merged(convolution)
+    if sliding_sizes(convolution):
+        raise Unsupported("windows that slide over data of symbolic size")
     if convolution.windows[-1].is_symbolic:
         raise Unsupported("a symbolic number of neighbouring positions")
     found, reasons = [], []
@@ -90,7 +92,7 @@ def ways(
     ):
         try:
             if way is not None:
-                cycles, tiles = search(with_images(way, IMAGES), machine)
+                cycles, tiles = search(with_sizes(way, IMAGES), machine)
                 form = FilterLanes if tiles.along_filters else PositionLanes
                 form = Winograd if search is winograd_tiles else form
                 found.append((cycles, form, way, tiles))

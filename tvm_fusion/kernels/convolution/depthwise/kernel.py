@@ -20,10 +20,10 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ....config import HardwareProfile
-from ...gpu.access import is_multiple
 from ...gpu.frame import launch_bounds
 from ...gpu.product_frame import Frame, ceil_div, divided, open_kernel
 from ...program.expr import conjunction, constant, convert
+from ...program.extents import is_below, is_multiple
 from ...program.program import Extent
 from ..geometry import Convolution
 from .config import DepthwiseConfig
@@ -76,11 +76,20 @@ class _Kernel:
         self.frame, self.problem, self.shape = frame, problem, shape
         self.config, self.numbers = shape.config, shape.numbers
         self.convolution = problem.convolution
+        s, c = shape, shape.config
+        self.columns, self.rows_of_results = (
+            problem.size(w) for w in (self.numbers.columns, s.row_window)
+        )
+        self.high = problem.high(s.row_window)
+        self.row_positions = ceil_div(self.rows_of_results, s.rows.phases)
+        self.strips = ceil_div(ceil_div(self.columns, s.columns.phases), c.columns)
+        self.bands = ceil_div(self.row_positions, c.rows)
 
     def emit(self, resident: int) -> None:
         s, c = self.shape, self.config
         chunks = -(-s.lanes // c.lanes)
-        tasks = s.tasks_of_place * math.prod(self._places)
+        tasks = self.strips * s.columns.phases * self.bands * s.rows.phases
+        tasks = tasks * math.prod(self._places)
         blocks = chunks * ceil_div(tasks, c.tasks)
         T.device_entry()
         block = T.cta_id([blocks if isinstance(blocks, int) else convert(blocks, "int32")])
@@ -115,9 +124,10 @@ class _Kernel:
     def _thread(self) -> None:
         s, c = self.shape, self.config
         rest = self.task
-        self.strip, rest = T.Bind(rest % s.strips), T.Bind(rest // s.strips)
+        rest, strip = divided(rest, self.frame.size(self.strips))
+        self.strip, rest = T.Bind(strip), T.Bind(rest)
         self.column_phase, rest = self._digit(rest, s.columns.phases)
-        self.band, rest = self._digit(rest, s.bands)
+        self.band, rest = self._digit(rest, self.bands)
         self.row_phase, rest = self._digit(rest, s.rows.phases)
         self.places: list[Expr] = []
         for size in reversed(self._places):
@@ -135,7 +145,9 @@ class _Kernel:
         )
         if not c.shared:
             self.weights.hold(self.lane)
-        group = math.gcd(GROUP, c.columns, s.columns.size) if s.columns.phases == 1 else 1
+        group = math.gcd(GROUP, c.columns) if s.columns.phases == 1 else 1
+        while not is_multiple(self.columns, group):
+            group //= 2
         self.epilogue = Epilogue(self.frame, self.problem, c.filters, c.columns, group)
         self.epilogue.prepare(self._filter)
         self._walk()
@@ -161,8 +173,8 @@ class _Kernel:
         self.sums = T.alloc_local((s.alive * count,), "float32")
         self._clear(0, s.alive * count)
         rows: Expr | int = c.rows
-        if s.rows.positions % c.rows:
-            left = s.rows.positions - self.band * c.rows
+        if not is_multiple(self.row_positions, c.rows):
+            left = self.frame.size(self.row_positions) - self.band * c.rows
             rows = T.Bind(T.min(self._index(left), self._index(c.rows)))
         self.steps = rows + s.alive - 1
         parts = s.chunks * s.outer_taps if s.unrolled else 1
@@ -240,31 +252,35 @@ class _Kernel:
             first = T.min(T.max(above, self._index(0)), self._index(s.alive - 1))
         end: Expr | int = self.steps
         if not self._ends_inside():
-            end = T.min(self._paces(slide.high), self._index(self.steps))
+            end = T.min(self._paces(self.high), self._index(self.steps))
         return (T.Bind(self._index(x)) for x in (first, end))
 
-    def _paces(self, element: int) -> Expr:
+    def _paces(self, element: Extent) -> Expr:
         """Steps from the thread's first row on until one is at `element` or beyond.
 
         ``ceil((element - first_row) / pace)``, divided as a number that rises with the thread: TVM
         divides a falling one by a negative number, which CUDA's code generator refuses in bounds.
         """
         slide = self.shape.rows
-        return self._index(0) - (self.first_row - element) // (slide.stride * slide.unit)
+        behind = self.first_row - self.frame.size(element)
+        return self._index(0) - behind // (slide.stride * slide.unit)
 
     def _ends_inside(self) -> bool:
         """Whether the last step of a thread always has a row of the data."""
         slide = self.shape.rows
         pace, c = slide.stride * slide.unit, self.config
-        steps = -(-slide.positions // c.rows) * c.rows + self.shape.alive - 1
-        return slide.step * (slide.phases - 1) - slide.before + pace * (steps - 1) < slide.high
+        steps = self.bands * c.rows + self.shape.alive - 1
+        last = slide.step * (slide.phases - 1) - slide.before + pace * (steps - 1)
+        return is_below(last, self.high)
 
     def _completes(self, step: Expr) -> Expr | None:
         """Condition under which a step completes a row of results."""
         s = self.shape
         return conjunction(
             None if s.alive == 1 else step >= s.alive - 1,
-            None if s.rows.size % s.rows.phases == 0 else self._result_row(step) < s.rows.size,
+            None
+            if is_multiple(self.rows_of_results, s.rows.phases)
+            else self._result_row(step) < self.frame.size(self.rows_of_results),
         )
 
     def _next(self, row: Row, number: Expr, part: int, unit: int, end: Expr) -> Expr:
@@ -330,14 +346,15 @@ class _Kernel:
         above = slide.before + slide.low
         skipped = s.units == 1 and above <= (s.alive - 1) * slide.unit * slide.stride
         conditions.append(None if above <= 0 or skipped else element >= slide.low)
-        conditions.append(None if s.units == 1 else element < slide.high)
+        conditions.append(None if s.units == 1 else element < self.frame.size(self.high))
         elements = self._outer_elements(part)
         for i, at in zip(s.outer, elements, strict=True):
             slide = self.numbers.windows[i]
             reach = slide.dilation * (slide.taps - 1)
-            most = slide.step * (slide.size - 1) + reach - slide.before
+            size, high = self.problem.size(i), self.problem.high(i)
+            most = slide.step * (size - 1) + reach - slide.before
             conditions.append(None if -slide.before >= slide.low else at >= slide.low)
-            conditions.append(None if most < slide.high else at < slide.high)
+            conditions.append(None if is_below(most, high) else at < self.frame.size(high))
         return conjunction(*conditions)
 
     def _leaves(self, step: Expr, exists: Expr | None, unit: int) -> Expr | None:
@@ -347,11 +364,11 @@ class _Kernel:
         slide = self.shape.rows
         if self.shape.turns > 1:
             return None if exists is None else tirx.Not(exists)
-        last = slide.step * (slide.size - 1) - slide.before
+        last = slide.step * (self.rows_of_results - 1) - slide.before
         last += slide.dilation * (slide.taps - 1)
-        if self.shape.units == 1 or last < slide.high:
+        if self.shape.units == 1 or is_below(last, self.high):
             return None
-        return self._row_element(step, unit) >= slide.high
+        return self._row_element(step, unit) >= self.frame.size(self.high)
 
     def _read(self, row: Row, step: Expr, part: Expr, unit: int, end: Expr) -> None:
         """Reads a row of the data where the thread has such a step; padding is zero."""
@@ -388,8 +405,8 @@ class _Kernel:
     def _inside(self, first: Expr):
         """Guard of a group of columns."""
         s, c = self.shape, self.config
-        whole = s.columns.size % (c.columns * s.columns.phases) == 0
-        return guard(None if whole else self._column(first, 0) < s.columns.size)
+        whole = is_multiple(self.columns, c.columns * s.columns.phases)
+        return guard(None if whole else self._column(first, 0) < self.frame.size(self.columns))
 
     def _result_row(self, step: Expr) -> Expr:
         s = self.shape

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 
 import tvm_ffi
 from tvm.ir import Expr, TensorLoad, Var
+from tvm.sym import Analyzer
 
 from ....errors import Unsupported
 from ...contraction.model import Axis
 from ...contraction.reader import Operand
-from ...program.expr import HALF_DTYPES, bytes_of, dtype_of, number, same, variables
+from ...program.expr import HALF_DTYPES, bytes_of, dtype_of, known_factor, number, same, variables
+from ...program.extents import equal_sizes, simplified
+from ...program.program import Extent
 from ..geometry import Convolution, Window
-from ..images import IMAGES
+from ..typical import IMAGES, with_sizes
 
 DTYPES = (*HALF_DTYPES, "float32")
 
@@ -45,6 +48,9 @@ class Slide:
     is_symbolic : bool
         Whether there is any number of positions, each of which reads the element of its number;
         `size` is what tiles are ranked for.
+    is_open : bool
+        Whether `size` and `high` are not known where positions slide; they are what tiles are
+        ranked for, see `Direct.size` and `Direct.high`.
     """
 
     size: int
@@ -59,10 +65,11 @@ class Slide:
     pitch: int
     turned: bool = False
     is_symbolic: bool = False
+    is_open: bool = False
 
     @classmethod
-    def of(cls, window: Window, in_phases: bool) -> Slide:
-        """The numbers of a window.
+    def of(cls, window: Window, typical: Window, in_phases: bool) -> Slide:
+        """The numbers of a window, those of a `typical` one in the place of what is not known.
 
         Raises
         ------
@@ -71,7 +78,7 @@ class Slide:
         """
         if window.expansion != 1:
             raise Unsupported("a transposed convolution with a stride")
-        if window.is_symbolic:
+        if window.is_symbolic and window.reads_all:
             return cls(IMAGES, 1, 1, 0, 0, IMAGES, 1, 1, 1, 1, is_symbolic=True)
         dilation = abs(window.dilation) if window.taps > 1 else 1
         turned = window.taps > 1 and window.dilation < 0
@@ -80,9 +87,9 @@ class Slide:
         phases, unit, stride, pitch = 1, 1, window.stride, dilation
         if in_phases:
             phases, unit, stride, pitch = dilation // common, dilation, window.stride // common, 1
-        bounds = window.low, window.high
+        bounds = typical.low, typical.high
         return cls(
-            window.size,
+            typical.size,
             window.taps,
             window.stride,
             before,
@@ -92,6 +99,7 @@ class Slide:
             stride,
             pitch,
             turned,
+            is_open=window.is_symbolic,
         )
 
     @property
@@ -208,6 +216,14 @@ class Direct:
             found[c.group.var] = number // size
         return found
 
+    def size(self, window: int | None) -> Extent:
+        """Positions along a window."""
+        return POINT.size if window is None else self.convolution.windows[window].size
+
+    def high(self, window: int | None) -> Extent:
+        """The first element behind the data along a window."""
+        return POINT.high if window is None else self.convolution.windows[window].high
+
     def axis(self, window: int | None) -> Axis | None:
         """The axis of the results that slides along a window."""
         return None if window is None else self.convolution.windows[window].axis
@@ -250,21 +266,22 @@ def direct_problem(convolution: Convolution) -> Direct:
             raise Unsupported(f"data or weights of {dtype}")
     if c.product.dtype != "float32":
         raise Unsupported(f"sums of {c.product.dtype}")
-    shape = [number(n) for n in whole.source.ty.shape]
+    shape = [simplified(n) for n in whole.source.ty.shape]
     inner = shape[c.channel_dim + 1 :] if c.channel_dim is not None else [2]
-    along_channels = max(inner, default=1) == 1
-    windows = tuple(Slide.of(w, True) for w in c.windows)
+    along_channels = all(equal_sizes(n, 1) for n in inner)
+    typical = with_sizes(c).windows
+    windows = tuple(Slide.of(*pair, True) for pair in zip(c.windows, typical, strict=True))
     last = c.windows[-1]
     if not along_channels:
-        windows = (*windows[:-1], Slide.of(last, False))
+        windows = (*windows[:-1], Slide.of(last, typical[-1], False))
     if not plain:
         width = 1
     elif along_channels:
         width = shape[c.channel_dim]
     else:
         width = 1
-        if last.dim == len(shape) - 1 and not last.is_symbolic:
-            width = math.gcd(shape[-1], last.low, last.high)
+        if last.dim == len(shape) - 1 and not windows[-1].is_symbolic:
+            width = _common_factor(shape[-1], last.low, last.high)
     numbers = Numbers(
         c.groups,
         c.channels_of_group,
@@ -277,6 +294,12 @@ def direct_problem(convolution: Convolution) -> Direct:
         along_channels and _has_positions_inside(c),
     )
     return Direct(c, numbers, load if plain else None)
+
+
+def _common_factor(*sizes: Extent) -> int:
+    """What is known to divide all sizes."""
+    factors = (abs(n) if isinstance(n, int) else known_factor(n, Analyzer()) for n in sizes)
+    return math.gcd(*factors)
 
 
 def _loads(*values: Expr) -> list[TensorLoad]:

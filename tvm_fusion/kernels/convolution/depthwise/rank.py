@@ -14,7 +14,7 @@ from ...gemm.epilogue import operations_of
 from ...gpu.memory import WIDEST
 from ...program.expr import bytes_of
 from ..geometry import Convolution
-from ..images import with_images
+from ..typical import with_sizes
 from .config import DepthwiseConfig
 from .problem import Numbers, direct_problem
 from .shape import Roles, Shape
@@ -55,7 +55,7 @@ def moved_bytes(convolution: Convolution) -> int:
     """Bytes of all tensors, with some images where their number is symbolic."""
     return sum(
         math.prod(map(int, p.shape)) * bytes_of(p.dtype)
-        for p in with_images(convolution).contraction.params
+        for p in with_sizes(convolution).contraction.params
         if p.shape is not None
     )
 

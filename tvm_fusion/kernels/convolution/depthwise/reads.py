@@ -15,9 +15,11 @@ from functools import lru_cache
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
+from ....errors import Unsupported
 from ...gpu.memory import WIDEST
-from ...gpu.product_frame import Frame, evaluate
+from ...gpu.product_frame import Frame, ceil_div, evaluate
 from ...program.expr import conjunction, constant, convert, dtype_of
+from ...program.extents import is_below, simplified
 from .problem import Direct, Numbers, Slide
 from .words import Elements
 
@@ -96,7 +98,10 @@ class Row:
         if problem.load is not None and numbers.columns is not None:
             window = problem.convolution.windows[numbers.columns]
             shape = problem.load.source.ty.shape
-            self.stride = math.prod(int(n) for n in shape[window.dim + 1 :])
+            found = simplified(math.prod(simplified(n) for n in shape[window.dim + 1 :]))
+            if not isinstance(found, int):
+                raise Unsupported("columns that are a symbolic distance apart")
+            self.stride = found
         dtype = "float32" if problem.load is None else dtype_of(problem.load)
         piece = self.reach.pieces[0].width
         self.per = channels * piece
@@ -145,13 +150,15 @@ class Row:
     def _exists(self, element: Expr, piece: Piece) -> Expr | None:
         """Condition under which an access is no padding; None where it never is."""
         slide = self.slide
-        strips = -(-slide.positions // self.columns)
+        window = self.problem.numbers.columns
+        size, high = self.problem.size(window), self.problem.high(window)
+        strips = ceil_div(ceil_div(size, slide.phases), self.columns)
         least = slide.unit * piece.at - slide.before
         most = least + slide.unit * slide.stride * self.columns * (strips - 1)
         most += slide.step * (slide.phases - 1) + piece.width - 1
         return conjunction(
             None if least >= slide.low else element >= slide.low,
-            None if most < slide.high else element < slide.high,
+            None if is_below(most, high) else element < self.frame.size(high),
         )
 
     def numbers(self) -> Expr:

@@ -19,6 +19,7 @@ from ...gpu.intrinsics import pack_halves
 from ...gpu.memory import copy_in
 from ...gpu.product_frame import Tile, coordinates, evaluate
 from ...program.expr import HALF_DTYPES, bytes_of, conjunction, convert, dtype_of
+from ...program.extents import is_below, sized
 from ..epilogue import EpilogueLoad
 from .layout import Layout
 from .producer import TapCounter
@@ -218,14 +219,12 @@ class WindowFragments(Fragments):
             if i in windows.sliding:
                 tap = self.counter.state[1 + windows.sliding.index(i)]
                 place = place + tap * windows.dilations[i]
-            if not isinstance(extent, int):
-                continue  # each position has its element
             last = (windows.sizes[i] - 1) * windows.strides[i] - windows.before[i]
             reach = windows.dilations[i] * (windows.taps[i] - 1)
             if min(0, reach) < windows.before[i]:
                 inside.append(place >= 0)
-            if last + max(0, reach) >= extent:
-                inside.append(place < extent)
+            if not is_below(last + max(0, reach), extent):
+                inside.append(place < sized(extent, "int32"))
         found = conjunction(*inside)
         return None if found is None else T.Bind(found)
 

@@ -26,6 +26,7 @@ from ...gpu.intrinsics import pack_halves
 from ...gpu.memory import WIDEST, copy_in, copy_registers
 from ...gpu.product_frame import Tile, coordinates, evaluate
 from ...program.expr import bytes_of, conjunction, convert, dtype_of
+from ...program.extents import is_below
 from ...program.program import Extent
 from ..epilogue import EpilogueLoad
 from .layout import Layout
@@ -141,13 +142,11 @@ class InPlace:
         for i in reversed(range(len(windows.held))):
             held, extent = windows.held[i], self.prologue.extents[i]
             place, rest = self.starts[i] + rest % held, rest // held
-            if not isinstance(extent, int):
-                continue  # each position has its element
             first = _first_element(windows, i)
             if first < 0:
                 found.append(place >= 0)
-            if windows.sizes[i] - 1 + first + windows.reach[i] >= extent:
-                found.append(place < extent)
+            if not is_below(windows.sizes[i] - 1 + first + windows.reach[i], extent):
+                found.append(place < self._size(extent))
         return conjunction(*found)
 
     # ---- what else the function reads

@@ -13,7 +13,7 @@ from ....errors import Unsupported
 from ...contraction.model import Binding, Space
 from ...contraction.reader import Contraction, Output, Partners, Product
 from ...gpu.access import AffineAccess, is_multiple
-from ...gpu.product_frame import ceil_div
+from ...gpu.product_frame import ceil_div, divided
 from ...gpu.tensor_map import TensorMap, tensor_map
 from ...program.expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of, conjunction, convert
 from ...program.program import Extent
@@ -184,8 +184,8 @@ class Windows:
                 found.append(rest * size)
                 break
             count = count if isinstance(count, int) else convert(count, "int32")
-            found.append(rest % count * size)
-            rest = rest // count
+            rest, place = divided(rest, count)
+            found.append(place * size)
         return found[::-1]
 
     def positions(self, row: Expr) -> list[Expr]:

@@ -135,7 +135,7 @@ def read_prologue(
         Where no single matrix of halves is read at all rows and terms, what else is read stands
         under a condition or at an index that is loaded, or the unfused graph multiplies float32.
     """
-    taker = LoadTaker(contraction, groups)
+    taker = LoadTaker(contraction, groups, symbolic_strides=bool(extents))
     bindings = tuple(Binding(b.var, taker.visit(b.value)) for b in operand.bindings)
     value = taker.visit(operand.value)
     if any(map(holds_load, (*(b.value for b in bindings), value))):

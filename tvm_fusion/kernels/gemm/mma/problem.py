@@ -309,6 +309,8 @@ def _window_source(
 
 def _fits_table(windows: Windows, window: WindowAccess) -> bool:
     """Whether all taps of windows have a bit, and all offsets of terms 32 bits."""
+    if not all(isinstance(n, int) for n in (*window.strides, window.channel)):
+        return False
     taps = sum(w.taps for w in windows.dims if w.has_zeros)
     far = sum(abs(w.dilation) * w.taps * window.strides[w.dim] for w in windows.dims)
     far += window.channel * (1 if windows.channels is None else windows.channels.extent)

@@ -23,6 +23,8 @@ from ...gpu.access import is_multiple
 from ...gpu.memory import copy_words
 from ...gpu.product_frame import Tile, coordinates, evaluate
 from ...program.expr import HALF_DTYPES, conjunction, constant, convert, dtype_of
+from ...program.extents import sized
+from ...program.program import Extent
 from .operand import Loader, Unit, always, store_chunk
 from .problem import ENTRY_BYTES, EXISTS, rows_of
 from .units import CHUNK, copy_async, load_if
@@ -58,15 +60,19 @@ class AtWindows(Loader):
 
     def _row(self, unit: Unit) -> Row:
         windows, access = self.windows, self.source.window
-        env = self.batch | coordinates(self.source.rows, unit.row, self.frame)
+        symbolic = any(not isinstance(axis.extent, int) for axis in self.source.rows)
+        if symbolic:
+            env, keep = self.batch | self._digits(unit.row, self.source.rows), _kept
+        else:
+            env, keep = self.batch | coordinates(self.source.rows, unit.row, self.frame), T.Bind
         offset, starts = self._number(0 if access is None else access.base), []
         for window in windows.dims:
-            starts.append(T.Bind(self.frame.place([window.start], env)[0]))
+            starts.append(keep(self.frame.place([window.start], env)[0]))
             if access is not None and window.repeats == 1:
                 offset = offset + starts[-1] * self._number(access.strides[window.dim])
         if access is not None and windows.group is not None and windows.channel_dim is not None:
             offset = offset + self._first_channel() * self._number(access.channel)
-        return Row(T.Bind(offset), starts)
+        return Row(keep(offset), starts)
 
     def _first_channel(self) -> Expr:
         """Of the group that the tile belongs to."""
@@ -139,8 +145,17 @@ class AtWindows(Loader):
             return inside
         return tirx.And(inside, T.truncmod(place, self._number(step)).equal(0))
 
-    def _number(self, value: int) -> Expr:
-        return constant(value, self.frame.index)
+    def _number(self, value: Extent) -> Expr:
+        return sized(value, self.frame.index)
+
+
+def _kept(value: Expr) -> Expr:
+    """Emits a register that holds a value: a temporary's expression stands at each use in generated
+    code, and no compiler takes a division by a variable out of the loop over the terms.
+    """
+    cell = T.alloc_local((1,), dtype_of(value))
+    T.buffer_store(cell, value, [0])
+    return cell[0]
 
 
 class WindowCopy(AtWindows):

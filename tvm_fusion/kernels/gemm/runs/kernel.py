@@ -23,12 +23,12 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ....config import HardwareProfile
-from ...gpu.access import is_multiple
 from ...gpu.frame import launch_bounds
 from ...gpu.intrinsics import device_call
 from ...gpu.memory import shared_pool
 from ...gpu.product_frame import Frame, Tile, coordinates, divided, open_kernel
 from ...program.expr import conjunction, constant, convert, variables
+from ...program.extents import is_multiple, sized
 from ..mma.epilogue import Epilogue, Layout
 from ..mma.plan import TERM_BYTES
 from ..mma.problem import MmaSegment
@@ -99,7 +99,7 @@ class TileLayout(Layout):
         windows = self.shape.problem.windows
         return conjunction(
             *(
-                self.position(i, row) < constant(windows[i].size, self.frame.index)
+                self.position(i, row) < sized(windows[i].size, self.frame.index)
                 for i in self.origin
                 if self._is_ragged(i)
             )

@@ -13,7 +13,9 @@ from tvm.script import tirx as T
 
 from ...gpu.memory import copy_registers
 from ...gpu.product_frame import Frame
-from ...program.expr import conjunction, constant, convert
+from ...program.expr import conjunction, convert
+from ...program.extents import is_below, sized
+from ...program.program import Extent
 from ..mma.operand import always
 from ..mma.units import commit_async, copy_async, load_if
 from .shape import ELEMENT, Shape
@@ -94,7 +96,8 @@ class Patch:
         low, high = p.ends
         conditions.append(element >= self._number(low) if s.first < low else None)
         last = (s.tiles[p.inner] - 1) * s.config.columns * p.step + s.first + most
-        conditions.append(element < self._number(high) if last > high else None)
+        behind = not is_below(last - 1, high)
+        conditions.append(element < self._number(high) if behind else None)
         place = element + self._number(p.base)
         for i in reversed(p.others):
             window, span = p.windows[i], s.spans[i]
@@ -105,17 +108,16 @@ class Patch:
             start = self._number(window.start)
             at = T.Bind(origin[i] * self._number(window.stride) + digit + start)
             place = place + at * self._number(window.pitch)
-            if window.is_symbolic:
-                continue
             last = (s.tiles[i] - 1) * s.extent(i) * window.stride + span - 1 + window.start
             conditions.append(at >= self._number(window.low) if window.start < window.low else None)
-            conditions.append(at < self._number(window.high) if last >= window.high else None)
+            behind = not is_below(last, window.high)
+            conditions.append(at < self._number(window.high) if behind else None)
         if p.planes > 1:
             place = place + convert(line, self.frame.index) * self._number(p.plane)
         return place, conjunction(*conditions)
 
-    def _number(self, value: int) -> Expr:
-        return constant(value, self.frame.index)
+    def _number(self, value: Extent) -> Expr:
+        return sized(value, self.frame.index)
 
 
 def move_half(target: Expr, source: Expr) -> None:

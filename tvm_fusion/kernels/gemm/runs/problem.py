@@ -21,6 +21,7 @@ from ....errors import Unsupported
 from ...contraction.model import Axis, Contraction, Operand
 from ...gpu.access import affine_access
 from ...program.expr import HALF_DTYPES, bytes_of, dtype_of
+from ...program.extents import equal_sizes, is_multiple
 from ...program.program import Extent
 from ..epilogue import take_loads
 from ..mma.problem import COPY_BYTES, MmaSegment
@@ -45,9 +46,8 @@ class RunWindow:
     Attributes
     ----------
     size : Extent
-        Positions, over the axes of `positions`; of a symbolic number each reads the element of its
-        number.
-    pitch : int
+        Positions, over the axes of `positions`.
+    pitch : Extent
         Distance of neighbouring elements in memory.
     tap : Axis or None
         None where there is one tap.
@@ -55,18 +55,13 @@ class RunWindow:
 
     size: Extent
     positions: tuple[Axis, ...]
-    pitch: int
+    pitch: Extent
     tap: Axis | None = None
     stride: int = 1
     dilation: int = 1
     before: int = 0
     low: int = 0
     high: Extent = 1
-
-    @property
-    def is_symbolic(self) -> bool:
-        """Whether the number of positions is not known."""
-        return not isinstance(self.size, int)
 
     @property
     def taps(self) -> int:
@@ -106,7 +101,7 @@ class Runs:
         What is summed up beside taps.
     inside : bool
         Whether channels are neighbours, too, nearer than taps.
-    plane : int
+    plane : Extent
         Distance of channels in memory.
     """
 
@@ -121,7 +116,7 @@ class Runs:
     below: int | None
     channels: tuple[Axis, ...]
     inside: bool
-    plane: int
+    plane: Extent
 
     @property
     def dtype(self) -> str:
@@ -151,7 +146,7 @@ class Runs:
     def step(self) -> int:
         """Elements between the runs of neighbouring positions."""
         window = self.windows[self.inner]
-        return window.pitch * (window.stride if window.size > 1 else 1)
+        return window.pitch * (1 if equal_sizes(window.size, 1) else window.stride)
 
     @property
     def run(self) -> int:
@@ -169,7 +164,7 @@ class Runs:
         return -self.windows[self.inner].before * self.windows[self.inner].pitch
 
     @property
-    def ends(self) -> tuple[int, int]:
+    def ends(self) -> tuple[int, Extent]:
         """Where a line's data starts and ends, likewise."""
         window = self.windows[self.inner]
         last = (window.high - 1) * window.pitch + self.unit
@@ -182,7 +177,7 @@ class Runs:
         strides += [self.plane] if self.planes > 1 else []
         for size in COPY_BYTES:
             elements = size // bytes_of(self.dtype)
-            if all(n % elements == 0 for n in (self.base, *strides, *self.ends)):
+            if all(is_multiple(n, elements) for n in (self.base, *strides, *self.ends)):
                 return elements
         return 1
 

@@ -20,7 +20,16 @@ from ...contraction.model import INDEX
 from ...contraction.reader import Contraction, Operand, Product, Segment, size_of
 from ...gpu.access import AffineAccess, WindowAccess, affine_access, window_access
 from ...gpu.memory import shared_pool
-from ...gpu.product_frame import Frame, Tile, assumed, ceil_div, coordinates, evaluate, open_kernel
+from ...gpu.product_frame import (
+    Frame,
+    Tile,
+    assumed,
+    ceil_div,
+    coordinates,
+    divided,
+    evaluate,
+    open_kernel,
+)
 from ...program.expr import bytes_of, conjunction, constant, convert, dtype_of, substitute
 from ..epilogue import in_pairs
 from ..mma.units import warp_sync
@@ -118,18 +127,34 @@ class Slice:
             row, k = (outer, inner) if self.along_k else (inner, outer)
             flat = T.Bind(convert(first + row, self.frame.index))
             self.places.append((row, k, flat))
+        self.rows = [self._row(flat) for _, _, flat in self.places]
+
+    def _row(self, flat: Expr) -> dict[Var, Expr]:
+        """The axes of a row. What a division by a variable gives is kept in registers: no compiler
+        takes it out of the loop over the terms.
+        """
+        found = coordinates(self.axes, flat, self.frame)
+        if self.operand.windows is None or all(isinstance(a.extent, int) for a in self.axes):
+            return found
+        kept = T.alloc_local((len(self.axes),), self.frame.index)
+        for i in reversed(range(len(self.axes))):
+            digit = flat
+            if i:
+                flat, digit = map(T.Bind, divided(flat, self.frame.size(self.axes[i].extent)))
+            T.buffer_store(kept, digit, [i])
+        return {axis.var: kept[i] for i, axis in enumerate(self.axes)}
 
     def load(self, step: Expr) -> None:
         """Global memory -> registers; what lies outside the operand is 0."""
         for i, (row, k, flat) in enumerate(self.places):
             term = T.Bind(convert(step * self.depth + k, self.frame.index))
-            inside = conjunction(self._inside(row, k, flat, term), self._is_element(flat, term))
+            inside = conjunction(self._inside(row, k, flat, term), self._is_element(i, term))
             if inside is None:
-                self._read(i, flat, term)
+                self._read(i, term)
                 continue
             with T.If(inside):
                 with T.Then():
-                    self._read(i, flat, term)
+                    self._read(i, term)
                 with T.Else():
                     zero = constant(0, dtype_of(self.registers[0]))
                     for v in range(self.vector):
@@ -148,19 +173,18 @@ class Slice:
             conditions.append(edge < (self.width if self.along_k else self.depth))
         return conjunction(*conditions)
 
-    def _env(self, flat: Expr, term: Expr) -> dict[Var, Expr]:
-        env = self.batch | coordinates(self.axes, flat, self.frame)
-        return env | coordinates(self.product.k, term, self.frame)
+    def _env(self, i: int, term: Expr) -> dict[Var, Expr]:
+        return self.batch | self.rows[i] | coordinates(self.product.k, term, self.frame)
 
-    def _is_element(self, flat: Expr, term: Expr) -> Expr | None:
+    def _is_element(self, i: int, term: Expr) -> Expr | None:
         """Whether a vector at a window is no padding."""
         if self.vector == 1 or self.operand.windows is None:
             return None
         _, condition = self.operand.windows.places()
-        return None if condition is None else self.frame.rewrite(condition, self._env(flat, term))
+        return None if condition is None else self.frame.rewrite(condition, self._env(i, term))
 
-    def _read(self, i: int, flat: Expr, term: Expr) -> None:
-        env = self._env(flat, term)
+    def _read(self, i: int, term: Expr) -> None:
+        env = self._env(i, term)
         if self.vector == 1:
             bindings, value = self.operand.bindings, _undivided(self.operand)
             (value,) = evaluate(self.frame, bindings, [value], env, False)
