@@ -1,0 +1,52 @@
+"""Kernels for every architecture: by portable forms, nothing in them of one architecture alone."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.portable import ARCHITECTURES, OF_ONE_ALONE, compiled, names, sources
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+BLACKWELL = ("sm_100", "sm_110a", "sm_121")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with ThreadPoolExecutor(2) as made:
+        yield made
+
+
+@pytest.mark.parametrize("arch", BLACKWELL)
+@pytest.mark.parametrize(("case", "family"), [("product", "gemm"), ("attention", "attention")])
+def test_blackwell_has_tensor_cores_by_mma_sync(arch, case, family):
+    families, found = sources(f"small/{case}", arch)
+    assert families == [family]
+    assert all("mma.sync" in text for text in found.values())
+    assert not any(OF_ONE_ALONE.search(text) for text in found.values())
+
+
+def test_hopper_with_its_own_features_is_told_apart():
+    _, found = sources("small/square", "sm_90a")
+    assert any(OF_ONE_ALONE.search(text) for text in found.values())
+    _, found = sources("small/square", "sm_90")
+    assert not any(OF_ONE_ALONE.search(text) for text in found.values())
+
+
+@needs_nvcc
+@pytest.mark.parametrize("case", ["small/product", "small/softmax"])
+def test_a_few_kernels_are_compiled_for_blackwell(case, pool):
+    one = compiled(case, "sm_120", pool)
+    assert one.wrong == []
+    assert one.kernels
+    assert not any(kernel.spill_bytes for kernel in one.kernels)
+
+
+@pytest.mark.nightly
+@needs_nvcc
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("case", names())
+def test_kernels_of_every_family_are_compiled_for_every_architecture(case, arch, pool):
+    one = compiled(case, arch, pool)
+    assert one.wrong == []
+    assert one.kernels

@@ -1,0 +1,233 @@
+"""Kernels of every family for each architecture, to machine code: what nvcc and ptxas say of them.
+
+    python -m tests.portable --arch sm_86 --arch sm_120 --only 'gemm/*' --out FILE
+
+No GPU is needed. A case is planned with the profile of the card that stands for the architecture,
+its kernels are written, lowered and compiled by the flags of the package. The result has registers
+and spilled bytes of each kernel, and what was refused; the status is 1 if a kernel was, or has
+instructions that are of one architecture alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import tvm
+from tvm.relax import op
+
+from tests.benchmarks.golden import texts
+from tests.benchmarks.golden_cases import cases
+from tests.support.graphs import module
+from tvm_fusion._version import __version__
+from tvm_fusion.config import HardwareProfile, load_policy, resolve_target
+from tvm_fusion.errors import BuildError
+from tvm_fusion.flow.planned import Planned
+from tvm_fusion.frontends import load_functions
+from tvm_fusion.host.cores import available_cores
+from tvm_fusion.runtime.build.cubin_cache import compile_source
+from tvm_fusion.runtime.build.cuda_compiler import find_compiler
+from tvm_fusion.runtime.build.resources import resources_of
+
+ARCHITECTURES = (
+    "sm_80",
+    "sm_86",
+    "sm_87",
+    "sm_89",
+    "sm_90",
+    "sm_100",
+    "sm_103",
+    "sm_110",
+    "sm_120",
+    "sm_121",
+)
+OF_ONE_ALONE = re.compile(r"wgmma|setmaxnreg|tcgen05|\bclusterlaunchcontrol\b")
+"""Instructions that no portable form has."""
+
+NAMED = (
+    "attention/attention_d64",
+    "attention/attention_causal_d128",
+    "attention/attention_d256",
+    "attention/attention_document",
+    "attention/attention_mask",
+    "attention/decode_16x2048",
+    "conv/depthwise_28_5x5_240",
+    "conv/grouped_56_3_128_128_g32",
+    "conv/resnet_b1_28_3x3s2_256_256",
+    "conv/resnet_b1_stem",
+    "conv/up_8_4_512_512",
+    "gemm/gate_up",
+    "gemm/gemm_16x4096x14336",
+    "gemm/gemm_256x4096x4096",
+    "gemm/gemm_4096x4096x4096",
+    "gemm/gemm_fp8_4096x4096x4096",
+    "gemm/gemv_int4",
+    "gemm/moe",
+    "gemm/rmsnorm_qkv",
+    "gemm_sweep/sweep_1000x1001x999_bias_gelu",
+    "memory/cross_entropy",
+    "memory/rmsnorm",
+    "memory/transpose_add",
+    "memory_more/bias_gradient",
+    "memory_more/concat_slice_pad",
+    "memory_more/groupnorm_silu_nhwc",
+    "memory_more/rmsnorm_backward_bf16",
+    "memory_more/softmax_65536",
+    "memory_more/quantise_fp8",
+    "memory_more/sum_middle_axis",
+    "weights/int8",
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas says of a kernel."""
+
+    name: str
+    registers: int
+    spill_bytes: int
+
+
+@dataclass
+class Compiled:
+    """What came of a case for an architecture; `wrong` is empty where all is well."""
+
+    case: str
+    arch: str
+    families: list[str]
+    kernels: list[Kernel]
+    wrong: list[str]
+
+
+def _recurrence() -> tvm.IRModule:
+    import torch
+
+    from tvm_fusion.frontends import load
+
+    lstm = torch.nn.LSTM(128, 128, batch_first=True).half().eval()
+    return load((lstm, (torch.zeros(2, 16, 128, dtype=torch.float16),)))
+
+
+def _attention() -> tvm.IRModule:
+    inputs = [((2, 4, 128, 64), "float16")] * 3
+    return module(lambda bb, q, k, v: op.nn.attention(q, k, v), *inputs)
+
+
+def _tanh(emit: Callable) -> Callable:
+    return lambda bb, x: bb.emit(op.tanh(emit(bb, x)))
+
+
+OWN: dict[str, Callable[[], tvm.IRModule]] = {
+    "small/product": lambda: module(
+        lambda bb, x, w: op.matmul(x, w), ((64, 256), "float16"), ((256, 128), "float16")
+    ),
+    "small/square": lambda: module(
+        lambda bb, x, w: op.matmul(x, w), ((1024, 1024), "float16"), ((1024, 1024), "float16")
+    ),
+    "small/attention": _attention,
+    "small/softmax": lambda: module(lambda bb, x: op.nn.softmax(x), ((64, 1000), "float16")),
+    "small/scan": lambda: module(
+        _tanh(lambda bb, x: op.cumsum(x, axis=-1)), ((64, 5000), "float32")
+    ),
+    "small/recurrence": _recurrence,
+}
+
+
+def names() -> list[str]:
+    """All cases."""
+    return [*OWN, *NAMED]
+
+
+def profile_for(arch: str) -> tuple[tvm.target.Target, HardwareProfile]:
+    """The target of an architecture and the profile that stands for it where no GPU is."""
+    _, hw = resolve_target({"kind": "cuda", "arch": arch})
+    return hw.to_target(), hw
+
+
+def sources(name: str, arch: str) -> tuple[list[str], dict[str, str]]:
+    """The families of a case's groups, and the CUDA sources of its kernels."""
+    target, hw = profile_for(arch)
+    made = OWN[name]() if name in OWN else cases()[name].make()
+    families, found = set(), {}
+    for function, part in load_functions(made).items():
+        planned = Planned.of(part, target, hw, load_policy({"probe": "off"}))
+        planned, written = texts(planned)
+        families |= {group.kernel_class for group in planned.plan.groups}
+        found |= {
+            f"{function}.{kernel}": text
+            for kernel, (kind, text) in written.items()
+            if kind == "kernels" and "__global__" in text
+        }
+    return sorted(families), found
+
+
+def compiled(name: str, arch: str, pool: ThreadPoolExecutor) -> Compiled:
+    """The kernels of a case as machine code."""
+    families, found = sources(name, arch)
+    wrong = [
+        f"{kernel}: {match[0]}"
+        for kernel, text in found.items()
+        if (match := OF_ONE_ALONE.search(text))
+    ]
+    kernels = []
+    codes = {kernel: pool.submit(compile_source, text, arch) for kernel, text in found.items()}
+    for kernel, code in codes.items():
+        try:
+            for k in resources_of(code.result()):
+                kernels.append(Kernel(k.name, k.registers, k.spill_bytes))
+        except BuildError as error:
+            wrong.append(f"{kernel}: {error}")
+    return Compiled(name, arch, families, kernels, wrong)
+
+
+def swept(archs: Iterable[str], pattern: str = "*", jobs: int | None = None) -> list[Compiled]:
+    """All cases of a pattern for each architecture."""
+    found = []
+    with ThreadPoolExecutor(jobs or available_cores()) as pool:
+        for name in (name for name in names() if fnmatch(name, pattern)):
+            for arch in archs:
+                found.append(compiled(name, arch, pool))
+                _say(found[-1])
+    return found
+
+
+def _say(one: Compiled) -> None:
+    most = max(one.kernels, key=lambda k: (k.spill_bytes, k.registers), default=None)
+    said = f"{most.registers} registers, {most.spill_bytes} bytes spilled" if most else "no kernel"
+    print(f"{one.case} {one.arch}: {'; '.join(one.wrong) or said}", file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.portable", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--arch", action="append", help=f"all by default: {ARCHITECTURES}")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="cases by name")
+    parser.add_argument("--jobs", type=int, help="compilers at a time, one a core by default")
+    parser.add_argument("--out", type=Path, help="where the result is written, as JSON")
+    args = parser.parse_args(argv)
+    began = time.monotonic()
+    found = swept(args.arch or ARCHITECTURES, args.only, args.jobs)
+    wrong = [f"{one.case} {one.arch}: {why}" for one in found for why in one.wrong]
+    if args.out:
+        result = {
+            "version": __version__,
+            "compiler": find_compiler().version,
+            "seconds": round(time.monotonic() - began),
+            "cases": [asdict(one) for one in found],
+        }
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n".join(wrong) or f"{len(found)} cases compile")
+    return int(bool(wrong) or not found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
