@@ -1,5 +1,6 @@
 """Profiles of GPUs that nobody measured: by name, by architecture, by a faked driver."""
 
+import argparse
 import ctypes
 import logging
 import tomllib
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 import tvm
 
+from tvm_fusion.calibrate.command import _device, _files
 from tvm_fusion.config import card_names, load_profile, profile_text, resolve_target
 from tvm_fusion.config import targets as _targets
 from tvm_fusion.config.cards import Card, cards
 from tvm_fusion.config.files import profile_of_card
 from tvm_fusion.config.toml import number_fields
 from tvm_fusion.errors import ConfigError, TargetError
+from tvm_fusion.extend import register_profile
 from tvm_fusion.host import gpu_driver
 
 
@@ -273,14 +276,30 @@ def test_without_a_driver_there_are_no_attributes(monkeypatch):
     assert gpu_driver.gpu_attributes() == {}
 
 
-def test_calibrate_begins_with_the_derived_numbers(gpu, tmp_path, monkeypatch):
-    import argparse
-
-    from tvm_fusion.calibrate.command import _files
-
-    gpu("NVIDIA L4", "sm_89", **L4)
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA GeForce RTX 3080", "nvidia_geforce_rtx_3080"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "nvidia_geforce_rtx_4090_laptop_gpu"),
+        ("NVIDIA L4", "nvidia_l4"),
+    ],
+)
+def test_calibrate_makes_a_profile_that_the_gpu_gets(gpu, tmp_path, monkeypatch, device, name):
+    gpu(device, "sm_89", **L4)
     monkeypatch.chdir(tmp_path)
-    hw = resolve_target("cuda")[1]
+    hw = _device("cuda")
     out, text, known = _files(argparse.Namespace(target="cuda", out=None), hw)
-    assert (out, known) == (Path("nvidia_l4.toml"), hw)
-    assert tomllib.loads(text)["num_sms"]["source"] == "reported by the driver of NVIDIA L4"
+    assert (out, known) == (Path(f"{name}.toml"), hw)
+    assert tomllib.loads(text)["num_sms"]["source"] == f"reported by the driver of {device}"
+    out.write_text(text.replace("a derived profile", "measured"))
+    registered = register_profile(out)
+    try:
+        assert resolve_target("cuda")[1].description.endswith("measured")
+    finally:
+        registered.undo()
+
+
+def test_calibrate_measures_no_card_that_is_not_there(gpu):
+    gpu("NVIDIA L4", "sm_89", **L4)
+    with pytest.raises(TargetError, match="the GPU of this machine is NVIDIA L4, not nvidia_a10"):
+        _device("nvidia_a10")

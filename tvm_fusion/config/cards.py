@@ -78,9 +78,11 @@ class Card:
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Other names of the profile: without the maker, and as a tag in the manner of TVM's."""
-        tag = self.words.replace(" ", "-")
-        return self.name.removeprefix("nvidia_"), f"{TAGS}{tag}", f"{TAGS}nvidia-{tag}"
+        """Other names of the profile: without the maker, the words by which the GPU is found, and
+        as a tag in the manner of TVM's.
+        """
+        tag, short = self.words.replace(" ", "-"), self.name.removeprefix("nvidia_")
+        return tuple(dict.fromkeys([short, self.words, f"{TAGS}{tag}", f"{TAGS}nvidia-{tag}"]))
 
 
 @cache
@@ -204,8 +206,8 @@ def longest_words(names: Iterable[str], device_name: str) -> int:
     none. What is of laptops is another chip than the card of its name.
     """
     device = f" {_words(device_name)} "
-    found = (len(name) for name in map(_words, names) if f" {name} " in device)
-    return 0 if " laptop " in device else max(found, default=0)
+    known = [name for name in map(_words, names) if f" {name} " in device]
+    return max((len(n) for n in known if ("laptop" in n) == (" laptop " in device)), default=0)
 
 
 def _words(name: str) -> str:
