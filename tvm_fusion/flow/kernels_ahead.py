@@ -33,8 +33,10 @@ from ..runtime.build.lowering import TIRX_ATTR, is_tirx
 from ..transform.functions.unique_names import FreshNames
 from .kernel_cache import KernelCache
 
-MOST_LOWERED = 4
-"""Kernels at a time: a quarter of the work is Python's, which one thread does at a time."""
+MOST_LOWERED = 2
+"""Kernels at a time: they are lowered as fast as they are written, and a quarter of it is Python's,
+for whose lock the writer waits.
+"""
 logger = logging.getLogger(__name__)
 
 

@@ -36,8 +36,8 @@ from .kernel_bodies import TIRX_ATTR, with_plain_scalars
 
 logger = logging.getLogger(__name__)
 
-MANY_TERMS = 32
-"""Of windows that are written out, which take the compiler longer than a product (`turn`)."""
+MANY_TERMS = 8
+"""Of windows that are written out: their kernels take the compiler longer than a product's."""
 
 CLASS_ATTR = "tvm_fusion.kernel_class"
 """On fused PrimFuncs between `Materialize` and `WriteKernels`: the class that is to write them."""
