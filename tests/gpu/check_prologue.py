@@ -1,4 +1,4 @@
-"""Functions in front of convolutions on a GPU, 1 x 1 ones too, in their kernels and apart: error
+"""Functions in front of a convolution on a GPU, in the convolution's kernel and apart: error
 against float32, and times of the kernels.
 
     python tests/gpu/check_prologue.py [--only TEXT] [--repeats N] [--json F]
@@ -22,12 +22,10 @@ from torch import Tensor, nn
 import tvm_fusion
 from tests.gpu.inside_or_apart import command
 from tvm_fusion.kernels.convolution import kernel_class, launch
-from tvm_fusion.kernels.gemm import kernel_class as products
 from tvm_fusion.plan import structure
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TAKES, WAYS = kernel_class.computes_data, launch.ways_to_compute
-TAKES_LEFT = products.computes_left
 CHEAP = 0.1  # of the seconds that computing takes, where it is to be inside
 
 
@@ -52,17 +50,6 @@ class Known(Activated):
         ones = (1,) * (x.ndim - 2)
         scale, shift = (v.view(*v.shape, *ones) for v in (scale, shift))
         return self.conv(F.silu(x.float() * scale + shift).to(x.dtype))
-
-
-class Gated(nn.Module):
-    """A 1 x 1 convolution of data times gates of its images and channels (squeeze-and-excite)."""
-
-    def __init__(self, channels: int, filters: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, filters, 1)
-
-    def forward(self, x: Tensor, gates: Tensor) -> Tensor:
-        return self.conv(x * gates.view(*gates.shape, 1, 1).to(x.dtype))
 
 
 class Residual(nn.Module):
@@ -112,11 +99,6 @@ def known(images: int, channels: int, filters: int, *sizes: int) -> tuple:
     return Known(len(sizes), channels, filters), (*numbers, *sizes), numbers, numbers
 
 
-def gated(images: int, channels: int, filters: int, *sizes: int) -> tuple:
-    """The same of gates."""
-    return Gated(channels, filters), (images, channels, *sizes), (images, channels)
-
-
 def cases() -> dict[str, tuple]:
     """Modules and the shapes of their inputs."""
     return {
@@ -133,15 +115,6 @@ def cases() -> dict[str, tuple]:
         "silu 57x61 64-64": (Activated(2, 64, 64), (5, 64, 57, 61)),
         "known 35x37 320-320": known(3, 320, 320, 35, 37),
         "known 61x53 136-96 bfloat16": known(3, 136, 96, 61, 53),
-        "gates 112x112 32-16 b32": gated(32, 32, 16, 112, 112),
-        "gates 56x56 96-24 b32": gated(32, 96, 24, 56, 56),
-        "gates 28x28 240-40 b32": gated(32, 240, 40, 28, 28),
-        "gates 14x14 480-80 b32": gated(32, 480, 80, 14, 14),
-        "gates 14x14 672-112 b32": gated(32, 672, 112, 14, 14),
-        "gates 7x7 1152-192 b32": gated(32, 1152, 192, 7, 7),
-        "gates 28x28 224-224 b32": gated(32, 224, 224, 28, 28),
-        "gates 13x11 136-72 b5": gated(5, 136, 72, 13, 11),
-        "gates 9x7 72-40 b6 bfloat16": gated(6, 72, 40, 9, 7),
         "silu line 3001": (Activated(1, 64, 64, 5, dilation=2, padding=4), (5, 64, 3001)),
         "silu volume 17x18x19": (Activated(3, 64, 64), (2, 64, 17, 18, 19)),
     }
@@ -156,14 +129,12 @@ def cheap(*args: Any) -> Any:
 def compiled(module: nn.Module, inputs: list[Tensor], way: str) -> Any:
     """The module, each way."""
     kernel_class.computes_data = (lambda *_: False) if way == "apart" else TAKES
-    products.computes_left = (lambda *_: False) if way == "apart" else TAKES_LEFT
     launch.ways_to_compute = cheap if way == "inside" else WAYS
     structure._RECENT.clear()  # what was found out of groups the other way
     try:
         return tvm_fusion.compile(module, "cuda", example_inputs=tuple(inputs), verify=False)
     finally:
         kernel_class.computes_data, launch.ways_to_compute = TAKES, WAYS
-        products.computes_left = TAKES_LEFT
         structure._RECENT.clear()
 
 

@@ -63,16 +63,6 @@ def rows_normed(M, K, N):
     return case("rows", normed, shapes, lambda x, m, s, g, w: [(x - m) * s * g @ w])
 
 
-def gate(bb, x, g, w):
-    return op.matmul(bb.emit(op.multiply(x, g)), w)
-
-
-def gated(images, height, width, K, N):
-    """Squeeze-and-excite: the channels of each image times its own gates."""
-    shapes = [(images, height, width, K), (images, 1, 1, K), (K, N)]
-    return case(f"gates of {images} images", gate, shapes, lambda x, g, w: [(x * g) @ w])
-
-
 SILU = case("silu", silu, [(136, 72), (72, 192)], lambda x, w: [x * sigmoid(x) @ w])
 STAGED, NARROW = HopperConfig(128, 128, 4, True, False, 2), HopperConfig(64, 64, 3, True, False, 1)
 
@@ -84,8 +74,6 @@ STAGED, NARROW = HopperConfig(128, 128, 4, True, False, 2), HopperConfig(64, 64,
         (affine(200, 64, 64, vectors=HALF), HopperConfig(192, 64, 3, True, False, 1)),
         (affine(70, 320, 64, BRAIN), HopperConfig(64, 64, 3, False, False, 0, split=2)),
         (rows_normed(136, 160, 128), NARROW),
-        (gated(5, 7, 7, 72, 128), STAGED),  # tiles of several images
-        (gated(3, 6, 12, 64, 64), dataclasses.replace(NARROW, batched=1)),
         (SILU, STAGED),
     ],
     ids=lambda value: value.name if hasattr(value, "name") else "",
@@ -132,13 +120,6 @@ def test_a_function_of_two_matrices_is_refused():
     example = case("two", emit, [(136, 64), (136, 64), (64, 64)], lambda x, y, w: [x * y @ w])
     with pytest.raises(Unsupported, match="computed of 2 matrices"):
         read_problems(analyze_contraction(example.func()))
-
-
-def test_rows_are_those_of_one_matrix_where_another_one_has_others():
-    """The images that only the first one has are batches then, in which it is a vector."""
-    shapes = [(3, 1, 1, 64), (1, 6, 7, 64), (64, 64)]
-    example = case("outer", gate, shapes, lambda x, y, w: [x * y @ w])
-    assert set(read_problems(analyze_contraction(example.func()))) == {1, 2}
 
 
 def test_what_a_function_costs_grows_with_the_tiles_that_compute_it():
@@ -188,12 +169,3 @@ def test_the_planner_takes_batch_norm_into_a_product_and_leaves_what_costs_more(
     (fused,) = groups(128, scale_shift_relu)
     assert fused.kernel_class == "gemm"
     assert [g.kernel_class for g in groups(4096, costly)] == ["pointwise", "gemm"]
-
-
-def test_gates_of_images_are_multiplied_in_front_of_a_product_where_few_columns_read_them():
-    def groups(columns):
-        shapes = [((32, 14, 14, 480), HALF), ((32, 1, 1, 480), HALF), ((480, columns), HALF)]
-        return plan_of(module(gate, *shapes), "nvidia_h200").plan.groups
-
-    assert [g.kernel_class for g in groups(80)] == ["gemm"]
-    assert [g.kernel_class for g in groups(8192)] == ["pointwise", "gemm"]

@@ -1,7 +1,6 @@
 """Left operands that a product's kernel computes on their way to the tensor cores.
 
     relu(x * s + b) w      x is read like any left operand, s and b are vectors of its terms
-    (x[n] * g[n]) w        or of the terms of an image, such as the gates of squeeze-and-excite
 
 Which groups the Hopper form takes so, asked of access maps (see `hopper.prologue`).
 """
@@ -49,23 +48,19 @@ def reads_behind(block: Block, axes: Sequence[frozenset[int]]) -> Iterator[Read]
 
 def matrix_of(group: GroupView, product: Product) -> Read | None:
     """The matrix that a left operand is computed of, element by element, beside vectors of its rows
-    or of its terms, or of the terms of some of its rows; None where there is no such one, or
-    several.
+    or of its terms; None where there is no such one, or several.
     """
     block = product.block
     sizes = [assumed(axis.extent) for axis in block.axes]
     terms = set(block.reduced)
-    rows = {i for i in product.left.axes - product.right.axes - terms if sizes[i] > 1}
-    found = []
+    whole = []
     for read in dict.fromkeys((t, tuple(axes)) for t, axes in reads_of(group, product.left)):
         moved = {i for axes in read[1] for i in axes if sizes[i] > 1}
-        if moved & terms and moved & rows:
-            found.append((moved & rows, read))
-    most = max((len(moved) for moved, _ in found), default=0)
-    whole = [each for each in found if len(each[0]) == most]
-    if len(whole) != 1 or any(not moved <= whole[0][0] for moved, _ in found):
+        if moved & terms and moved & ((product.left.axes - product.right.axes) - terms):
+            whole.append(read)
+    if len(whole) != 1:
         return None
-    tensor, axes = whole[0][1]
+    tensor, axes = whole[0]
     return tensor, list(axes)
 
 

@@ -3,8 +3,7 @@
     relu(x[m, k] * s[k] + b[k]) w[k, n]
 
       x        comes into shared memory by the TMA, like any A
-      s, b     are read from global memory, a step ahead of their use; each row may have its own,
-               such as that of its image
+      s, b     are read from global memory, a step ahead of their use
       wgmma    takes the function's values from registers
 
 Each tile of columns computes it again, so it pays where few column tiles share a row tile, or where
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import tvm_ffi
@@ -141,7 +140,10 @@ def read_prologue(
     if any(map(holds_load, (*(b.value for b in bindings), value))):
         raise Unsupported("an operand computed of what is read under a condition")
     one = frozenset(alone)
-    stored = _matrix_of(taker.found, groups, one)
+    whole = [x for x in taker.found if "k" in x.groups and x.groups - {"batch", "k"} - one]
+    if len(whole) != 1 or whole[0].access is None:
+        raise Unsupported(f"an operand computed of {len(whole)} matrices")
+    (stored,) = whole
     others = tuple(load for load in taker.found if load is not stored)
     # A factor in float32 of an operand that was stored in half precision keeps it so.
     wide = any(load.dtype not in HALF_DTYPES for load in others)
@@ -153,29 +155,6 @@ def read_prologue(
         raise Unsupported("data computed of what differs between positions")
     terms = math.prod(axis.extent for axis in groups["k"])
     return Prologue(bindings, value, stored, others, groups, terms, extents)
-
-
-def _matrix_of(
-    loads: Sequence[EpilogueLoad], groups: Groups, alone: frozenset[str]
-) -> EpilogueLoad:
-    """The load of a matrix, among others that differ between terms and, of rows, between some that
-    the matrix has only, such as images.
-
-    Raises
-    ------
-    Unsupported
-        Where there is no such one, or several.
-    """
-    names = groups.keys() - {"batch", "k"} - alone
-    axes = {axis.var for name in names for axis in groups[name]}
-    rows = {x: axes & set(variables(*x.indices)) for x in loads if "k" in x.groups}
-    most = max(map(len, rows.values()), default=0)
-    whole = [x for x, moved in rows.items() if moved and len(moved) == most]
-    if len(whole) != 1 or whole[0].access is None:
-        raise Unsupported(f"an operand computed of {len(whole)} matrices")
-    if any(not moved <= rows[whole[0]] for moved in rows.values()):
-        raise Unsupported("an operand computed of matrices of other rows")
-    return whole[0]
 
 
 def is_by_row(load: EpilogueLoad) -> bool:
