@@ -1,7 +1,8 @@
 """All passes that a function goes through, in order; each phase takes a module and returns one.
 
     open_composites   high-level Relax; on a GPU convolutions get channels last (`layouts`);
-                      composites (softmax, norms, attention, ...) are opened
+                      composites (softmax, norms, attention, ...) are opened, and rows that nothing
+                      reads are left out (`lower.needed_rows`)
     rewrite           what pays in some models only, one by one (`flow.variants` says which)
     legalize          primitive operators as `call_tir`, ready to be read as a fusion graph; on a
                       GPU it is told which concatenations need no kernel (`lower.joins`)
@@ -45,6 +46,7 @@ from .lower.legalizers import (
     legalize_divide,
     legalize_where,
 )
+from .lower.needed_rows import NeededRows
 from .lower.ordered_writes import OrderedWrites
 from .lower.permuted_weights import legalize_permutes
 from .lower.places import reads_at_indices
@@ -119,7 +121,7 @@ def open_composites(
         *([NestConcats()] if decompose and _gpu(hw) is not None else []),
         *([AssignLayouts()] if decompose and _gpu(hw) is not None else []),
         Decompose(_gpu(hw), keep_all=not decompose),
-        *([CancelLayouts()] if decompose else []),
+        *([CancelLayouts(), NeededRows()] if decompose else []),
         *([UnpackStacks()] if _gpu(hw) is not None else []),
     ]
     with target:

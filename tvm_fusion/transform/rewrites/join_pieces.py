@@ -229,7 +229,7 @@ def _places(call: Call, axis: int) -> np.ndarray | None:
     """The places of a slice along its only axis; None where they are not known."""
     source, axes, *limits = call.args
     extent = static_size(shape_of(source)[axis : axis + 1]) if shape_of(source) else None
-    numbers = [_numbers(tuple_) for tuple_ in (axes, *limits)]
+    numbers = [numbers_of(tuple_) for tuple_ in (axes, *limits)]
     if extent is None or any(n is None or len(n) != 1 for n in numbers):
         return None
     (at,), (begin,), (end,), *step = numbers
@@ -238,7 +238,7 @@ def _places(call: Call, axis: int) -> np.ndarray | None:
     return np.arange(extent)[begin : end : step[0][0] if step else 1]
 
 
-def _numbers(tuple_: Expr) -> list[int] | None:
+def numbers_of(tuple_: Expr) -> list[int] | None:
     """The numbers of a tuple that holds nothing else."""
     fields = tuple_.fields if isinstance(tuple_, relax.Tuple) else (None,)
     known = all(isinstance(field, tvm.tirx.IntImm) for field in fields)

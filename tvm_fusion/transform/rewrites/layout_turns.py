@@ -178,7 +178,7 @@ ELEMENTWISE = POINTWISE | frozenset(
     for names in (
         ("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cosh", "sinh", "tan"),
         ("bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "left_shift", "right_shift"),
-        ("logical_and", "logical_not", "logical_or", "logical_xor", "isfinite", "isinf", "isnan"),
+        ("logical_and", "logical_or", "logical_xor"),
         ("equal", "not_equal", "greater", "greater_equal", "less", "less_equal"),
         ("floor_divide", "floor_mod", "mod", "log_add_exp", "trunc", "nn.selu"),
     )
