@@ -134,6 +134,9 @@ OWN: dict[str, Callable[[], tvm.IRModule]] = {
     ),
     "small/attention": _attention,
     "small/softmax": lambda: module(lambda bb, x: op.nn.softmax(x), ((64, 1000), "float16")),
+    "small/float8": lambda: module(
+        lambda bb, x: op.astype(bb.emit(op.multiply(x, x)), "float8_e4m3fn"), ((64, 128), "float32")
+    ),
     "small/scan": lambda: module(
         _tanh(lambda bb, x: op.cumsum(x, axis=-1)), ((64, 5000), "float32")
     ),

@@ -1,5 +1,8 @@
 """8-bit floats and integers on CUDA: rounding of every number, widths, row kernels."""
 
+import ctypes
+import subprocess
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ from tvm import relax
 from tvm.relax import op
 
 from tvm_fusion.config import load_profile
+from tvm_fusion.kernels.gpu.arithmetic import float8_code
 from tvm_fusion.kernels.pointwise.kernel import emit_pointwise, pointwise_config
 from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.row.kernel import emit_row, row_configs
@@ -173,3 +177,36 @@ def test_kernels_with_8_bit_floats_become_cubins_without_spills():
 def test_an_odd_number_of_columns_keeps_whole_vectors():
     program = analyze(fuse(scaled, ((4, 63), "float8_e4m3fn"), ((4, 1), "float16")))
     assert pointwise_config(program, H200).width == 16
+
+
+ROUND_ALL = """
+#include <cmath>
+#include <cstring>
+static unsigned __float_as_uint(float x) { unsigned u; std::memcpy(&u, &x, 4); return u; }
+static float __uint_as_float(unsigned u) { float x; std::memcpy(&x, &u, 4); return x; }
+static unsigned one(float x) { BODY }
+extern "C" void all(const float* x, unsigned char* y, long n) {
+  for (long i = 0; i < n; i++) y[i] = (unsigned char)one(x[i]);
+}
+"""
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_what_is_before_sm_89_rounds_by_arithmetic(dtype, tmp_path):
+    """All numbers of the type, what lies halfway between two, neighbours of both; and others."""
+    code, library = tmp_path / "round.cpp", tmp_path / "round.so"
+    code.write_text(ROUND_ALL.replace("BODY", float8_code(dtype)))
+    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-o", library, code], check=True)
+    known = np.arange(256, dtype=np.uint8).view(numpy_dtype(dtype)).astype(np.float32)
+    known = np.sort(known[np.isfinite(known)])
+    places = np.concatenate([known, (known[1:] + known[:-1]) / 2])
+    near = [np.nextafter(places, np.float32(s) * np.inf) for s in (1, -1)]
+    special = np.array([np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3e38, -3e38, 0.0, -0.0])
+    drawn = np.random.default_rng(0).integers(0, 1 << 32, 100_000, dtype=np.uint32)
+    special = special.astype(np.float32)
+    x = np.concatenate([places, *near, special, drawn.view(np.float32)])
+    y = np.empty(x.size, np.uint8)
+    ctypes.CDLL(str(library)).all(
+        x.ctypes.data_as(ctypes.c_void_p), y.ctypes.data_as(ctypes.c_void_p), ctypes.c_long(x.size)
+    )
+    assert_same_bits(y.view(numpy_dtype(dtype)), rounded(x, dtype))

@@ -34,9 +34,12 @@ def test_hopper_with_its_own_features_is_told_apart():
 
 
 @needs_nvcc
-@pytest.mark.parametrize("case", ["small/product", "small/softmax"])
-def test_a_few_kernels_are_compiled_for_blackwell(case, pool):
-    one = compiled(case, "sm_120", pool)
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    [("small/product", "sm_120"), ("small/softmax", "sm_103"), ("small/float8", "sm_80")],
+)
+def test_a_few_kernels_are_compiled(case, arch, pool):
+    one = compiled(case, arch, pool)
     assert one.wrong == []
     assert one.kernels
     assert not any(kernel.spill_bytes for kernel in one.kernels)

@@ -44,15 +44,41 @@ from .intrinsics import device_call
 
 
 def pack_float8(dtype: str, values: Sequence[Expr]) -> Expr:
-    """Four float32 rounded to `dtype`, in one 32-bit register."""
+    """Four float32 rounded to `dtype`, in one 32-bit register; before sm_89, which has no
+    instruction for it, by arithmetic.
+    """
     kind = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}[dtype]
     convert = f"cvt.rn.satfinite.{kind}.f32"
     body = (
+        "\n#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890\n"
+        f"auto one = [](float x) -> unsigned {{ {float8_code(dtype)} }};\n"
+        "return one(a) | one(b) << 8 | one(c) << 16 | one(d) << 24;\n#else\n"
         f'unsigned r; asm("{{ .reg .b16 l, h; {convert} l, %2, %1; {convert} h, %4, %3; '
-        'mov.b32 %0, {l, h}; }" : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d)); return r;'
+        'mov.b32 %0, {l, h}; }" : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d)); return r;\n#endif\n'
     )
     arguments = "float a, float b, float c, float d"
     return device_call("uint32", f"pack_{kind}", arguments, body, *values)
+
+
+def float8_code(dtype: str) -> str:
+    """C++ that returns the bits of float32 `x` as an 8-bit float: to nearest even, saturating.
+
+    Codes of growing magnitude are consecutive, so that a carry out of the fraction is right; below
+    the least normal number they count steps of the least positive one.
+    """
+    fraction, bias, largest = {"float8_e4m3fn": (3, 7, 448.0), "float8_e5m2": (2, 15, 57344.0)}[
+        dtype
+    ]
+    cut, normal = 23 - fraction, (128 - bias) << 23
+    return (
+        "unsigned u = __float_as_uint(x), a = u & 0x7fffffffu, s = u >> 24 & 0x80u; "
+        "if (a > 0x7f800000u) return 0x7fu; "
+        f"if (a > __float_as_uint({largest}f)) a = __float_as_uint({largest}f); "
+        f"if (a < {normal}u) return s | "
+        f"(unsigned)rintf(__uint_as_float(a) * {2.0 ** (bias - 1 + fraction)}f); "
+        f"a += {(1 << (cut - 1)) - 1}u + (a >> {cut} & 1u); "
+        f"return s | ((a >> {cut}) - {(127 - bias) << fraction}u);"
+    )
 
 
 def round_once(program: Program) -> Program:
