@@ -21,7 +21,7 @@ import tvm
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy import functions as torch_functions
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 from tvm.ir import Op
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 
@@ -169,6 +169,7 @@ class Importer(ExportedProgramImporter):
         if known is not None and 0 < known.nbytes <= CONSTANT_LIMIT_BYTES:
             return relax.const(self._convert_pytorch_tensor_to_tvm(known.contiguous()))
         refuse_random(node)
+        self._let_shapes_agree(node)
         expected = node.meta.get("val")
         if isinstance(expected, torch.Tensor | tuple) and free_unbacked_symbols(expected):
             raise FrontendError(
@@ -245,6 +246,20 @@ class Importer(ExportedProgramImporter):
         if x.ty.shape is not None or shape is None:
             return x
         return self.block_builder.match_cast(x, relax.TensorType(shape, x.ty.dtype))
+
+    def _let_shapes_agree(self, node: fx.Node) -> None:
+        """Gives tensors that meet the shapes that PyTorch found, where TVM cannot tell them to be
+        theirs: of twice ``(n - 1) // 2 + 1`` not that it is n, where n is even.
+        """
+        tensors = [x for x in node.all_input_nodes if _is_of_symbolic_size(x.meta.get("val"))]
+        if len(tensors) < 2 or not self.multiples:
+            return
+        for given in tensors:
+            x, shape = self.env.get(given), shape_of(given.meta["val"], self.symbols)
+            if x is None or shape is None or not isinstance(x.ty.shape, relax.ShapeExpr):
+                continue
+            if not are_equal(x.ty.shape, shape):
+                self.env[given] = self.block_builder.emit_te(_resized, x, shape)
 
     # ---- what converters are written with ----
 
@@ -413,6 +428,27 @@ FUNCTIONS: dict[type, Callable[..., Size]] = {
     torch_functions.Mod: tirx.floormod,
     torch_functions.PythonMod: tirx.floormod,
 }
+
+
+def are_equal(sizes: Iterable[Size], others: Iterable[Size]) -> bool:
+    """Whether TVM knows that sizes are others."""
+    analyzer = tvm.sym.Analyzer()
+    pairs = zip(sizes, others, strict=True)
+    return all(analyzer.can_prove_equal(*map(_as_expression, pair)) for pair in pairs)
+
+
+def _resized(x: te.Tensor, shape: Sequence[Size]) -> te.Tensor:
+    """x with sizes that are told otherwise; kernels take it along."""
+    return te.compute(shape, lambda *index: x(*index), name="resized")
+
+
+def _is_of_symbolic_size(value: Any) -> bool:
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    return not all(isinstance(n, int) for n in sizes)
+
+
+def _as_expression(size: Size) -> tvm.ir.Expr:
+    return tirx.IntImm("int64", size) if isinstance(size, int) else size
 
 
 def symbols_of(variables: Iterable[relax.Var]) -> dict[str, tirx.Var]:
