@@ -80,13 +80,13 @@ def work(rank, make, port, launches):
 
 
 @pytest.mark.long
-@pytest.mark.nightly
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("make", "launches"),
     [
+        ("tensor_parallel", [6, 7, 1]),  # cut behind each product that is summed up
         ("data_parallel", [7, 7]),
         ("sharded", [9]),  # both blocks run one graph, whose weights are inputs
-        ("tensor_parallel", [6, 7, 1]),  # cut behind each product that is summed up
     ],
 )
 def test_two_processes_give_what_one_does(make, launches):

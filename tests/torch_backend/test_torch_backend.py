@@ -631,16 +631,23 @@ def test_reports_are_handed_over_and_written(tmp_path):
 
     for report in (told.append, tmp_path / "reports"):
         torch._dynamo.reset()
+        run = compiled(function, report=report)
         with pytest.warns(UserWarning, match="unknown"):
-            compiled(function, report=report)(torch.randn(3, 4))
+            run(torch.randn(3, 4))
+        for _ in range(2):
+            check(run, function, torch.randn(3, 4))
     assert [one.part for one in told] == [0, 1]
     assert all(one.outside == {"tests.unknown.default": 1} for one in told)
     assert all(one.operators == 4 for one in told)
+    assert all(one.outside_us.keys() == one.outside.keys() for one in told)
+    assert all(0 < us < 1e6 for one in told for us in one.outside_us.values())
     assert told[0].report.launches.fused == 1
     assert told[0].plan.to_json()
     assert told[0].save(tmp_path / "part.so").exists()
     written = sorted(path.suffix for path in (tmp_path / "reports").iterdir())
     assert written == [".html", ".html", ".json", ".json"]
+    for path in (tmp_path / "reports").glob("*.json"):
+        assert json.loads(path.read_text())["outside_us"].keys() == told[0].outside.keys()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import itertools
 import operator
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 from tvm_fusion.torch_backend.kept_graphs import KeptGraph, Place
 from tvm_fusion.torch_backend.options import BackendOptions
 from tvm_fusion.torch_backend.part_calls import PartCalls, picker
-from tvm_fusion.torch_backend.part_reports import PartReport, tell, trace
+from tvm_fusion.torch_backend.part_reports import PartReport, tell, tell_of_times, trace
 from tvm_fusion.torch_backend.partition import NAME, Partition, partitioned
 
 _numbers = itertools.count()
@@ -46,6 +47,8 @@ class GraphCalls:
         self._compile_id = CompileContext.current_compile_id()
         self._lock = threading.RLock()
         self._run: Callable[[list[Any]], Any] | None = None
+        self._outside_us: dict[str, float] = {}  # of operators, by name
+        self._told: list[PartReport] = []  # those that are to have these times
 
     def __call__(self, inputs: list[Any]) -> Any:
         run = self._run
@@ -89,7 +92,33 @@ class GraphCalls:
         for number, (call, part) in enumerate(zip(cut.parts, parts, strict=True)):
             _call(call, part, number)
         cut.graph.recompile()
-        return lambda given: cut.graph.forward(*given)
+
+        def run(given: list[Any]) -> Any:
+            return cut.graph.forward(*given)
+
+        is_told = cut.outside and self._options.report is not None
+        return self._timed_once(cut, run) if is_told else run
+
+    def _timed_once(
+        self, cut: Partition, run: Callable[[list[Any]], Any]
+    ) -> Callable[[list[Any]], Any]:
+        """`run`, but in the second call what runs in torch is timed, and told of: in the first one
+        it is not warm.
+        """
+        count = itertools.count()
+
+        def counted(given: list[Any]) -> Any:
+            if next(count) != 1:
+                return run(given)
+            self._run = run
+            timed = _Timed(cut)
+            results = timed.run(*given)
+            self._outside_us.update(timed.us)
+            tell_of_times(self._told, self._options.report)
+            self._told.clear()
+            return results
+
+        return counted
 
     def _cut(self, refused: Mapping[str, str]) -> Partition:
         """The graph in parts, without these nodes; as it was kept, if that will do."""
@@ -133,7 +162,10 @@ class GraphCalls:
         outside = Counter(str(one.node.target) for one in cut.outside)
 
         def told(module: CompiledModule) -> None:
-            report = PartReport(self._number, part, module, cut.count, outside)
+            times = self._outside_us
+            report = PartReport(self._number, part, module, cut.count, outside, times)
+            if outside and self._options.report is not None and not times:
+                self._told.append(report)
             tell(report, self._options.report, self._compile_id)
 
         return told
@@ -149,6 +181,31 @@ class GraphCalls:
                 "with other operators, or leave the option strict out"
             )
         warnings.warn(f"tvm_fusion: {text}: {'; '.join(lines)}", stacklevel=2)
+
+
+class _Timed(fx.Interpreter):
+    """Runs a graph in parts node by node; `us` is how long its operators outside the parts take."""
+
+    def __init__(self, cut: Partition) -> None:
+        super().__init__(cut.graph)
+        self._outside = {one.node.meta[NAME] for one in cut.outside}
+        self.us: Counter[str] = Counter()
+
+    def run_node(self, node: fx.Node) -> Any:
+        """What a node gives."""
+        if node.op != "call_function" or node.meta.get(NAME) not in self._outside:
+            return super().run_node(node)
+        began = _now_us()
+        found = super().run_node(node)
+        self.us[str(node.target)] += _now_us() - began
+        return found
+
+
+def _now_us() -> float:
+    """The time when all that was launched on a GPU has ended."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter_ns() / 1e3
 
 
 def tell_of_eager(error: Exception) -> None:

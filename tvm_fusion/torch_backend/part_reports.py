@@ -3,7 +3,7 @@
 import json
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ class PartReport:
         Operators of the whole graph, without views.
     outside : Mapping of str to int
         The operators of the graph that run in torch, and how often each stands there.
+    outside_us : Mapping of str to float
+        How long these took in the second call of the graph, in microseconds; empty before.
     """
 
     graph: int
@@ -40,6 +42,7 @@ class PartReport:
     module: CompiledModule
     operators: int
     outside: Mapping[str, int]
+    outside_us: Mapping[str, float]
 
     @property
     def name(self) -> str:
@@ -69,6 +72,7 @@ class PartReport:
             "part": self.part,
             "operators": self.operators,
             "outside": dict(self.outside),
+            "outside_us": dict(self.outside_us),
             "report": self.report.to_json(),
         }
 
@@ -100,8 +104,25 @@ def _hand_over(report: PartReport, to: Callable[[PartReport], Any] | str | Path 
         return
     folder = Path(to)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{report.name}.json").write_text(json.dumps(report.to_json()), encoding="utf-8")
+    _write(report, folder)
     report.report.write_html(folder / f"{report.name}.html")
+
+
+def _write(report: PartReport, folder: Path) -> None:
+    (folder / f"{report.name}.json").write_text(json.dumps(report.to_json()), encoding="utf-8")
+
+
+def tell_of_times(
+    reports: Sequence[PartReport], to: Callable[[PartReport], Any] | str | Path | None
+) -> None:
+    """Write reports again that know now how long the operators outside took."""
+    if to is None or callable(to):  # who has them sees it
+        return
+    for report in reports:
+        try:
+            _write(report, Path(to))
+        except OSError as error:
+            warnings.warn(f"tvm_fusion: option report: {report.name}: {error}", stacklevel=2)
 
 
 def trace(
