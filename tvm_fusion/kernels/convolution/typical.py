@@ -1,7 +1,8 @@
 """Convolutions of symbolic sizes, told as those of typical ones: what forms rank.
 
     images        8, whose elements are read at their own position alone
-    positions     65 x 65 and 257 x 257, or 4,097 and 65,537 of a line, along which windows slide
+    positions     33 x 33, 91 x 91 and 257 x 257, or 1,025, 8,193 and 65,537 of a line, along which
+                  windows slide
 
 A kernel is written for any sizes, its tiles for a few: larger ones are as many tiles more. Sizes
 are odd, since nothing that depends on what divides them may be told by those that are ranked.
@@ -23,7 +24,7 @@ from .geometry import Convolution
 
 IMAGES = 8
 """That tiles of a GPU are ranked for."""
-POSITIONS = (1 << 12, 1 << 16)
+POSITIONS = (1 << 10, 1 << 13, 1 << 16)
 """Elements of an image, or of a line, that they are ranked for. Deep in a model convolutions
 know theirs as a part of those of its input."""
 MIDDLE = 1 << 14

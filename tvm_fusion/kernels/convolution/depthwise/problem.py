@@ -240,8 +240,9 @@ MOST_CHANNELS = 32
 """Channels of a group that a thread sums over; more of them are matrix products."""
 
 
-def direct_problem(convolution: Convolution) -> Direct:
-    """What the direct kernel takes.
+def direct_problem(convolution: Convolution, typical: Convolution | None = None) -> Direct:
+    """What the direct kernel takes; its numbers are those of a `typical` one where sizes are
+    symbolic.
 
     Raises
     ------
@@ -269,11 +270,11 @@ def direct_problem(convolution: Convolution) -> Direct:
     shape = [simplified(n) for n in whole.source.ty.shape]
     inner = shape[c.channel_dim + 1 :] if c.channel_dim is not None else [2]
     along_channels = all(equal_sizes(n, 1) for n in inner)
-    typical = with_sizes(c).windows
-    windows = tuple(Slide.of(*pair, True) for pair in zip(c.windows, typical, strict=True))
+    known = (typical or with_sizes(c)).windows
+    windows = tuple(Slide.of(*pair, True) for pair in zip(c.windows, known, strict=True))
     last = c.windows[-1]
     if not along_channels:
-        windows = (*windows[:-1], Slide.of(last, typical[-1], False))
+        windows = (*windows[:-1], Slide.of(last, known[-1], False))
     if not plain:
         width = 1
     elif along_channels:

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import geometric_mean
 
 from ....config import HardwareProfile, Policy
 from ....errors import Unsupported
@@ -14,7 +15,7 @@ from ...gemm.epilogue import operations_of
 from ...gpu.memory import WIDEST
 from ...program.expr import bytes_of
 from ..geometry import Convolution
-from ..typical import with_sizes
+from ..typical import several, with_sizes
 from .config import DepthwiseConfig
 from .problem import Numbers, direct_problem
 from .shape import Roles, Shape
@@ -46,9 +47,18 @@ def depthwise_ranked(
         Many channels a group, other dtypes than float16, bfloat16 and float32, strides of a
         transposed convolution, or filters so large that no block can hold the weights.
     """
-    numbers = direct_problem(convolution).numbers
     operations = float(operations_of(convolution.segment).total())
-    return ranked(numbers, hw, moved_bytes(convolution), operations)
+    sizes = [(direct_problem(convolution, c).numbers, moved_bytes(c)) for c in several(convolution)]
+    lists = [ranked(numbers, hw, moved, operations) for numbers, moved in sizes]
+    if len(lists) == 1:
+        return lists[0]
+
+    def seconds(config: DepthwiseConfig) -> float:
+        shapes = ((Shape(Roles(n, config.rolls), config), moved) for n, moved in sizes)
+        return geometric_mean(direct_seconds(s, hw, moved, operations) for s, moved in shapes)
+
+    configs = dict.fromkeys(config for found in lists for _, config in found)
+    return sorted(((seconds(c), c) for c in configs), key=lambda entry: entry[0])
 
 
 def moved_bytes(convolution: Convolution) -> int:
