@@ -494,3 +494,11 @@ def test_a_refusal_ends_with_the_number_that_would_turn_it():
     refusal = replace(REFUSAL, flip="allowed from max_recompute = 4096 (now 4)")
     shown = replace(REPORT, refusals=(refusal,)).full()
     assert "(factor = 4096); allowed from max_recompute = 4096 (now 4)" in shown
+
+
+def test_kernels_for_ranges_of_a_size_are_listed():
+    group = replace(REPORT.groups[0], versions=("up to 64", "beyond"))
+    said = "a kernel for each range of the symbolic size:"
+    assert said not in text.render(REPORT)
+    lines = text.render(replace(REPORT, groups=(group,))).splitlines()
+    assert lines[lines.index(said) + 1].endswith(": up to 64, beyond")

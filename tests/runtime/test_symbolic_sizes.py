@@ -9,9 +9,9 @@ from tvm import tirx
 import tvm_fusion
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import InputError
+from tvm_fusion.ir.graph import OUTPUTS_ATTR
 from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.row.kernel import emit_row, row_configs
-from tvm_fusion.runtime.build.empty_launches import OUTPUTS_ATTR
 from tvm_fusion.runtime.calls.signature import Bounds
 
 from ..support.cuda_on_cpu import run_cuda_on_cpu
@@ -108,7 +108,8 @@ def test_no_elements_along_a_symbolic_axis(kind):
     module = compiled(Softmax(), (torch.randn(5, 7),), shapes)
     for shape in ((0, 7), (5, 0), (0, 0), (1, 1)):
         x = torch.randn(shape)
-        torch.testing.assert_close(torch.as_tensor(module(kind(x))), torch.softmax(x, -1))
+        for _ in range(3):
+            torch.testing.assert_close(torch.as_tensor(module(kind(x))), torch.softmax(x, -1))
 
 
 @pytest.mark.parametrize("rows", [0, 3])

@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import ml_dtypes
@@ -63,12 +63,15 @@ CUDA = tvm.target.Target(
 
 @dataclass(frozen=True)
 class Lowered:
-    """A kernel after lowering: its host function, its CUDA source, and how it is launched."""
+    """A kernel after lowering: its host function, its CUDA source, and how it is launched; and the
+    versions of it that calls of other sizes launch.
+    """
 
     host: tvm.IRModule
     source: str
     kernel: str
     launch_params: tuple[str, ...]
+    versions: tuple["Lowered", ...] = ()
 
 
 class EmulationError(AssertionError):
@@ -83,12 +86,15 @@ def lower(func: tirx.PrimFunc) -> Lowered:
     with CUDA:
         host, devices = tirx_build.split_host_device_mods(passes(mod))
         ((target, device),) = devices.items()
-        ((name, kernel),) = device.functions.items()
-        device = launched_early(finish_device()(device), CUDA)
-        source = tirx_build.codegen_build(device, target).inspect_source()
-        ((_, kernel),) = device.functions.items()
-    launch_params = tuple(str(p) for p in kernel.attrs["tirx.kernel_launch_params"])
-    return Lowered(finish_host()(_without_device(host)), source, name.name_hint, launch_params)
+        host, found = finish_host()(_without_device(host)), []
+        for name, kernel in device.functions.items():
+            alone = finish_device()(tvm.IRModule({name: kernel}, attrs=device.attrs))
+            alone = launched_early(alone, CUDA)
+            source = tirx_build.codegen_build(alone, target).inspect_source()
+            ((_, kernel),) = alone.functions.items()
+            launch_params = tuple(str(p) for p in kernel.attrs["tirx.kernel_launch_params"])
+            found.append(Lowered(host, source, name.name_hint, launch_params))
+    return replace(found[0], versions=tuple(found[1:]))
 
 
 def cuda_source(func: tirx.PrimFunc) -> str:
@@ -146,11 +152,12 @@ def run_cuda_on_cpu(
     tensors = [a if isinstance(a, int) else _to_tensor(a) for a in arrays]
     memory = [t for t in tensors if not isinstance(t, int)]
 
-    def launch(*args: object) -> int:
-        launches.append(_launch(lowered, args, memory, watch, seed))
+    def launch(one: Lowered, *args: object) -> int:
+        launches.append(_launch(one, args, memory, watch, seed))
         return 0
 
-    tvm_ffi.register_global_func(lowered.kernel, launch, override=True)
+    for one in (lowered, *lowered.versions):
+        tvm_ffi.register_global_func(one.kernel, partial(launch, one), override=True)
     host = tirx_build.codegen_build(lowered.host, UNOPTIMISED)
     host["main"](*tensors)
     for failure in filter(None, launches):

@@ -31,6 +31,12 @@ JOIN_ATTR = "tvm_fusion.join"
 COPY_ATTR = "tvm_fusion.copy"
 """On a PrimFunc that copies because the same elements are needed in two places: it is no view."""
 
+OUTPUTS_ATTR = "tvm_fusion.outputs"
+"""Of a written kernel for a GPU with symbolic sizes: how many of its last parameters it fills."""
+
+VERSIONS_ATTR = "tvm_fusion.versions"
+"""Of a PrimFunc of which a call launches one of several kernels: the largest size of each but the
+last."""
 PLACED_ATTR = "tvm_fusion.placed"
 """On a join once its parts have the pitch of the whole: the byte at which each begins
 (`transform.apply.place_parts`)."""

@@ -25,6 +25,7 @@ from ..host.threads import thread_count
 from ..ir.extents import ASSUMED_SYMBOLIC_EXTENT
 from ..report.assemble import built_report
 from ..report.facts import GroupReport
+from ..runtime.build.version_names import launches_of
 from ..runtime.calls.compiled_module import CompiledModule
 from ..runtime.graphs.driver import CudaDriver
 from ..runtime.timing.spans import Recorded, called, names_called, recorded_calls
@@ -191,7 +192,7 @@ def _recorded(
     sizes = [kernel.bytes for kernel in kernels if kernel.bytes is not None]
     on_gpu = module.device.type == "cuda"
     return ModuleProfile(
-        launches=sum(len(built.kernels.get(span.name, ("",))) for span in example),
+        launches=sum(launches_of(built.kernels.get(span.name, ("",))) for span in example),
         call=call,
         span=span,
         busy=busy,

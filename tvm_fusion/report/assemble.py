@@ -24,6 +24,7 @@ from ..plan.explain.reasons import layout_changes, refusals_between
 from ..plan.explain.true_reasons import true_reasons
 from ..plan.plan import FREE, UNWRITTEN, FusionPlan, PlannedGroup
 from ..plan.refusal import Refusal
+from ..runtime.build.version_names import launches_of, versions_among
 from ..runtime.calls.launch_count import count_launches
 from ..runtime.timing.timing import TimeReport, bound, wall_times
 from ..transform.apply.materialize import Materialized, materialize
@@ -109,7 +110,8 @@ def built_report(
                 planned.graph,
                 g,
                 name,
-                launches=len(built.kernels.get(name, ("",))),
+                launches=launches_of(built.kernels.get(name, ("",))),
+                versions=versions_among(built.kernels.get(name, ())),
                 registers=max((k.registers for k in found), default=None),
                 spill_bytes=max((k.spill_bytes for k in found), default=None),
                 code_bytes=max((k.code_bytes for k in found), default=None),

@@ -83,6 +83,9 @@ class GroupReport:
         Name of the kernel class that wrote it.
     launches : int
         Device launches of one call.
+    versions : tuple of str
+        Ranges of its symbolic size ("up to 64", "beyond"), each with a kernel of its own, of which
+        a call launches one; none where one kernel is for all.
     bytes_fused, bytes_unfused : int
         Memory traffic of the group, and of those operators of the model, one by one, that it
         computes: over all groups, and what was rewritten away (`Facts.bytes_elsewhere`), the sums
@@ -151,6 +154,7 @@ class GroupReport:
     fallback: str | None = None
     evidence: Mapping[str, Any] | None = field(default=None, hash=False)
     assumed_l2: Mapping[str, float] = field(default_factory=dict, hash=False)
+    versions: tuple[str, ...] = ()
     tuned: Mapping[str, Any] | None = field(default=None, hash=False)
     label: str = ""
     modules: tuple[str, ...] = ()

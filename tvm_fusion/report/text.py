@@ -50,7 +50,7 @@ def render(report: Facts) -> str:
     parts = [summary_lines(report), _times(report)]
     if report.groups:
         parts.append(align(_group_table(report), left=_LEFT_ALIGNED))
-        parts += [_terms(report), _tuned(report)]
+        parts += [_terms(report), _versions(report), _tuned(report)]
     parts += [_fallbacks(report), _plain(report), _layouts(report), _refusals(report.refusals)]
     return "\n\n".join(part for part in parts if part)
 
@@ -75,7 +75,7 @@ def show(report: Facts, file: TextIO) -> None:
         console.print(part, markup=False, highlight=False)
     console.print(table)
     layouts, refusals = _layouts(report), _refusals(report.refusals)
-    said = (_terms(report), _tuned(report), _fallbacks(report), _plain(report))
+    said = (_terms(report), _versions(report), _tuned(report), _fallbacks(report), _plain(report))
     for part in (*said, layouts, refusals):
         if part:
             console.print(part, markup=False, highlight=False)
@@ -282,6 +282,13 @@ def _terms(report: Facts) -> str:
             names = ", ".join(f"{n} ({format_bytes(b)})" for n, b in group.assumed_l2.items())
             lines.append(f"    from the L2: {names}")
     return "\n".join(["predicted, by term:", *lines]) if lines else ""
+
+
+def _versions(report: Facts) -> str:
+    """Which groups have kernels for ranges of their symbolic size."""
+    found = [groups for groups in with_one_kernel(report.groups) if groups[0].versions]
+    lines = [f"  {clip(title(groups))}: {', '.join(groups[0].versions)}" for groups in found]
+    return "\n".join(["a kernel for each range of the symbolic size:", *lines]) if lines else ""
 
 
 def _tuned(report: Facts) -> str:

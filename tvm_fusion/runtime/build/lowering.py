@@ -45,12 +45,13 @@ from ...transform.lower import decode_float8, wrap_integers
 from ...transform.lower.ordered_writes import meeting_loops
 from ...transform.memory.plan_memory import PlanMemory, PlanMemoryByTVM
 from . import hidden_ranges
-from .empty_launches import TellOutputs, launched_if_filled
+from .empty_launches import launched_if_filled
 from .guards import with_guards
 from .hidden_divisions import with_hidden_divisions
 from .join_writes import JoinWrites
 from .kept_nan import STORED, with_kept_nan
 from .plain_schedule import PLAIN_ATTR, calls_host, plain_schedule
+from .version_names import with_version_names
 
 TIR_PIPELINE = "tvm_fusion"
 SCHEDULED_ATTR = "tirx.is_scheduled"
@@ -85,7 +86,7 @@ def lowering_pipeline(
         ViewReshapes(),
         *([JoinWrites()] if on_gpu else []),
         relax.transform.DeadCodeElimination(),
-        *([ScheduleLeftovers(target), TellOutputs()] if on_gpu else []),
+        *([ScheduleLeftovers(target)] if on_gpu else []),
         relax.transform.ToNonDataflow(),
         relax.transform.RemovePurityChecking(),
         relax.transform.CallTIRRewrite(),
@@ -238,7 +239,7 @@ def mixed_tir_pipeline() -> TIRPipeline:
         if any(COOPERATIVE_ATTR in func.attrs for func in written.values()):
             lowered = {gv: _launched_at_once(func) for gv, func in lowered.items()}
         merged = with_exact_doubles(tvm.IRModule(lowered, attrs=mod.attrs))
-        merged = with_kept_nan(merged)
+        merged = with_version_names(mod, with_kept_nan(merged))
         # TVM gives the only function of a module a second symbol, `main`; a part is no module
         return without_entry(merged) if len(mod.functions_items()) > 1 else merged
 

@@ -3,7 +3,8 @@
 The VM's bytecode says which functions `main` calls and from how many places; the host code of each
 function says which kernels of the device modules it launches. Neither the plan nor the IR is
 asked, so stock TVM builds are counted in the same way. Counted are call sites: the branches of an
-`if` all count, and a call in a loop on the host counts once.
+`if` all count, but for versions of a kernel for ranges of sizes (`version_names`), and a call in a
+loop on the host counts once.
 """
 
 import re
@@ -14,6 +15,7 @@ import tvm
 
 from ...errors import BuildError
 from ..build.cuda_compiler import kernel_names
+from ..build.version_names import launches_of
 
 _HOST_SERVICES = ("__tvm_set_device", "runtime.", "device_api.", "__tvm_")
 
@@ -89,7 +91,8 @@ def kernels_per_function(built: Any) -> dict[str, int]:
     Empty for a module without device modules: there each call counts as one.
     """
     executable = _executable(built)
-    return {name: len(found) for name, found in launched_kernels(executable.mod).items()}
+    launched = launched_kernels(executable.mod)
+    return {name: launches_of(found) for name, found in launched.items()}
 
 
 def launched_kernels(module: tvm.runtime.Module) -> dict[str, list[str]]:

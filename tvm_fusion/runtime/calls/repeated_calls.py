@@ -91,6 +91,8 @@ class Repeated:
         """
         if not arguments or not all(isinstance(a, tvm.runtime.Tensor) for a in arguments):
             return None
+        if any(0 in a.shape for a in arguments):  # theirs are not the strides of the caller's
+            return None
         if kind is Kind.NUMPY:
             return _staged_call(self, arguments) if self._can_stage(inputs, arguments) else None
         pairs = zip(inputs, arguments, strict=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import BuildError
+from ..build.version_names import launches_of
 from ..calls.compiled_module import CompiledModule
 from ..graphs.driver import CudaDriver
 from .plan_timing import device_events
@@ -218,7 +219,7 @@ def by_function(
     >>> call
     [Span(name='f', begin_us=0, end_us=4, busy_us=3)]
     """
-    counts = [len(kernels.get(name, ())) for name in names]
+    counts = [launches_of(kernels.get(name, ())) for name in names]
     if len(events) != repeats * sum(counts):
         return None
     calls, position = [], 0

@@ -20,18 +20,18 @@ from typing import Any, Protocol
 
 import tvm
 import tvm_ffi
-from tvm import s_tir, tirx
+from tvm import relax, s_tir, tirx
 
 from ...config import HardwareProfile, Policy
 from ...errors import TooDeep, Unsupported
 from ...host.stages import stepped
-from ...ir.graph import PLACED_ATTR
+from ...ir.graph import OUTPUTS_ATTR, PLACED_ATTR
 from ...ir.reader import OPAQUE_PATTERN
 from ...kernels.cpu.contraction.panels import mark_constants
 from ...kernels.recurrence.problem import read_recurrence
 from ...kernels.registry import family, names
 from ...plan.plan import STOCK, UNWRITTEN, FusionPlan
-from ..functions.functions import with_functions
+from ..functions.functions import operator_name, with_functions
 from .kernel_bodies import TIRX_ATTR, with_plain_scalars
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def write_kernels(
         take them packed, which is left to `PackConstants`.
     """
     functions, failures = dict(mod.functions.items()), {}
-    writer = KernelWriter(hw, policy)
+    writer, outputs = KernelWriter(hw, policy), _output_counts(mod)
     slow = names(lambda family: family.slow_to_compile)
     written_out = names(lambda family: family.writes_out_windows)
 
@@ -131,6 +131,8 @@ def write_kernels(
     for gvar, func in stepped("kernels written", written, len(written)):
         symbol, name = gvar.name_hint, classes[gvar.name_hint]
         func = mark_constants(func, constants.get(symbol, ()))
+        if hw.kind == "cuda" and gvar in outputs and _is_symbolic(func):
+            func = func.with_attr(OUTPUTS_ATTR, outputs[gvar])
         choice = tuned.choice(func, name, policy) if tuned is not None else ""
         kernel = None
         try:
@@ -154,6 +156,27 @@ def write_kernels(
             known = constants.get(gvar.name_hint, ())
             functions[gvar] = _of_recurrence(gvar.name_hint, func, known, hw, policy)
     return Written(with_functions(mod, functions), failures)
+
+
+def _output_counts(mod: tvm.IRModule) -> dict[tvm.ir.GlobalVar, int]:
+    """How many tensors each PrimFunc that a Relax function calls gives."""
+    found: dict[tvm.ir.GlobalVar, int] = {}
+
+    def visit(expr: Any) -> None:
+        if operator_name(expr) == "relax.call_tir":
+            ty = expr.ty
+            found[expr.args[0]] = len(ty.fields) if isinstance(ty, relax.TupleType) else 1
+
+    for _, func in mod.functions_items():
+        if isinstance(func, relax.Function):
+            relax.analysis.post_order_visit(func.body, visit)
+    return found
+
+
+def _is_symbolic(func: tirx.PrimFunc) -> bool:
+    """Whether a size of a parameter is known at the call alone."""
+    buffers = (p.ty for p in func.params if isinstance(p.ty, tirx.BufferType))
+    return any(not isinstance(e, tirx.IntImm) for ty in buffers for e in ty.shape)
 
 
 def _terms(func: tirx.PrimFunc) -> int:
@@ -259,8 +282,9 @@ def write_kernel(
         kernel = call_deep(write, func, hw, policy, config)
     if kernel.attrs.get(TIRX_ATTR, False):
         kernel = with_plain_scalars(kernel)
-    if func.attrs and PLACED_ATTR in func.attrs:
-        kernel = kernel.with_attr(PLACED_ATTR, func.attrs[PLACED_ATTR])
+    for name in (PLACED_ATTR, OUTPUTS_ATTR):
+        if func.attrs and name in func.attrs:
+            kernel = kernel.with_attr(name, func.attrs[name])
     return kernel.with_attr("op_pattern", OPAQUE_PATTERN)
 
 

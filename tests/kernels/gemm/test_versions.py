@@ -1,0 +1,108 @@
+"""Kernels of a product for ranges of its symbolic size: which, and right at the edges of each."""
+
+import numpy as np
+import pytest
+from tvm import tirx
+from tvm.relax import op
+
+from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.ir.graph import OUTPUTS_ATTR, VERSIONS_ATTR
+from tvm_fusion.kernels.gemm import versions
+from tvm_fusion.kernels.gemm.forms import WRITER
+from tvm_fusion.kernels.gemm.versions import Version, versions_of, write_versions
+from tvm_fusion.runtime.build.version_names import launches_of, versions_among
+from tvm_fusion.transform.apply.write_kernels import write_kernel
+
+from ...support.cuda_on_cpu import lower, run_cuda_on_cpu
+from ...support.helpers_tir import poisoned
+from ...support.kernel_cases import assert_close, fuse
+
+A100, H200 = load_profile("nvidia_a100"), load_profile("nvidia_h200")
+POLICY = load_policy(None)
+
+
+def product(rows, terms=64, columns=96):
+    def emit(bb, x, w):
+        return op.nn.relu(bb.emit(op.matmul(x, w)))
+
+    return fuse(emit, ((rows, terms), "float16"), ((terms, columns), "float16"))
+
+
+SOME = product(tirx.Var("n", "int64"))
+
+
+@pytest.mark.parametrize(
+    ("times", "wanted"),
+    [
+        (
+            [{"a": 1.0, "b": 2.0}, {"a": 1.02, "b": 1.0}, {"a": 9.0, "b": 3.0}],
+            [("a", 20), ("b", None)],
+        ),
+        ([{"a": 1.0, "b": 1.03}, {"b": 5.0}, {"b": 7.0}], [("b", None)]),
+        ([{"a": 1.0}, {"b": 1.0}, {"a": 1.0}], [("a", 10), ("b", 20), ("a", None)]),
+        ([{"a": 1.0}, {}, {"a": 1.0}], []),
+        ([{"a": None}, {"a": None}, {"a": None}], []),
+    ],
+)
+def test_the_fewest_versions_that_lose_little_are_taken(times, wanted):
+    tables = [[(seconds, name) for name, seconds in table.items()] for table in times]
+    assert versions_of(tables, (10, 20, 40)) == [Version(*one) for one in wanted]
+
+
+def test_more_versions_than_are_allowed_are_none():
+    tables = [[(1.0, str(number))] for number in range(versions.MOST + 1)]
+    assert versions_of(tables, range(len(tables))) == []
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A product on an A100 with a version for each of three ranges of few rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(versions, "SIZES", (4, 20, 70))
+        patch.setattr(versions, "versions_of", _one_each)
+        return lower(write_kernel(SOME.with_attr(OUTPUTS_ATTR, 1), "gemm", A100, POLICY))
+
+
+def _one_each(tables, sizes):
+    """The best configuration of each size that is not that of another one."""
+    found = []
+    for table in tables:
+        found.append(next(c for _, c in table if c not in found))
+    return [Version(c, most) for c, most in zip(found, (*sizes[:-1], None), strict=True)]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 5, 19, 20, 21, 70, 71])
+def test_each_range_has_a_kernel_of_its_own(small, rows):
+    kernels = [small.kernel, *(version.kernel for version in small.versions)]
+    assert sorted(kernels) == ["main_beyond_kernel", "main_upto_20_kernel", "main_upto_4_kernel"]
+    rng = np.random.default_rng(rows)
+    x, w = (rng.standard_normal(s).astype("float16") for s in ((rows, 64), (64, 96)))
+    y = poisoned((rows, 96), "float16")
+    launched = run_cuda_on_cpu(small, [x, w, y])
+    assert launched == bool(rows)
+    if rows:
+        assert_close(y, np.maximum(x.astype(float) @ w.astype(float), 0), "float16")
+
+
+def test_a_large_product_has_versions_on_hopper_and_loses_little_at_each_size():
+    n = tirx.Var("n", "int64")
+    func = product(n, 2048, 8192)
+    written = write_versions(WRITER, func, H200, POLICY)
+    edges = [int(most) for most in written.attrs[VERSIONS_ATTR]]
+    assert edges == sorted(set(edges) & set(versions.SIZES))
+    assert 1 <= len(edges) < versions.MOST
+
+
+@pytest.mark.parametrize(
+    "func",
+    [product(128), product(tirx.Var("n", "int64"), tirx.Var("k", "int64"))],
+    ids=["fixed", "two"],
+)
+def test_a_fixed_size_and_two_symbolic_ones_have_one_kernel(func):
+    assert write_versions(WRITER, func, H200, POLICY) is None
+
+
+def test_versions_are_one_launch_and_told_by_their_ranges():
+    names = ["f_upto_64_kernel", "f_beyond_kernel", "g_kernel", "g_kernel_1"]
+    assert launches_of(names) == 3
+    assert versions_among(names) == ("up to 64", "beyond")
