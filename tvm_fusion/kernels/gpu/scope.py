@@ -54,6 +54,7 @@ class RowScope:
         sources = [t.dtype for t in program.tiles] + [e.dtype for e in program.elements]
         if not program.phases:
             sources += [output.dtype for output in program.outputs]
+        self._reads: dict[int, tuple[Expr, tuple[Var, ...]]] = {}
         coarse = HALF_DTYPES + FLOAT8_DTYPES
         self.half_data = all(d in coarse for d in sources if d.startswith(("float", "bf")))
         self.forget()
@@ -139,6 +140,16 @@ class RowScope:
                     self.prepare_values([item.offset])
                     self.bodies[var] = self.prepare(item.offset)
 
+    def reads(self, prepared: Expr) -> tuple[Var, ...]:
+        """The variables of a prepared expression that change within a row; looked for once, as each
+        point asks.
+        """
+        known = self._reads.get(id(prepared))
+        if known is None:
+            found = tuple(v for v in variables(prepared) if v in self.per_element)
+            known = self._reads[id(prepared)] = prepared, found  # which keeps the id its own
+        return known[1]
+
     def address(self, param: int, offset: Expr) -> Expr:
         """Address of the element at `offset` of a parameter."""
         return self.frame.buffers[param].ptr_to([offset])
@@ -169,10 +180,7 @@ class Point:
 
     def evaluate(self, prepared: Expr) -> Expr:
         """A prepared expression at this point."""
-        env = {}
-        for var in variables(prepared):
-            if var in self.scope.per_element:
-                env[var] = self._get(var)
+        env = {var: self._get(var) for var in self.scope.reads(prepared)}
         return substitute(prepared, env)
 
     def _get(self, var: Var) -> Expr:
@@ -193,8 +201,9 @@ class Point:
         item, scope = self.scope.definitions.get(var), self.scope
         if var in self.known or self.local(var) is not None:
             return iter(())
-        body = scope.row(item.offset) if isinstance(item, Tile) else scope.bodies[var]
-        return (v for v in variables(body) if v in scope.per_element)
+        if isinstance(item, Tile):
+            return (v for v in variables(scope.row(item.offset)) if v in scope.per_element)
+        return iter(scope.reads(scope.bodies[var]))
 
     def _find(self, var: Var) -> None:
         """Computes a placeholder of which all that it needs is known."""

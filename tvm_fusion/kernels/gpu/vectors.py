@@ -16,6 +16,7 @@ from tvm.ir import Expr, Var
 
 from ..program.expr import (
     bytes_of,
+    conjuncts,
     constant,
     dtype_of,
     is_integer,
@@ -219,39 +220,63 @@ def vector_elements(program: Program, width: int) -> Mapping[Var, VectorElement]
     """
     if width == 1:
         return {}
+    items = (*program.tiles, *program.elements, *program.values)
+    blocked, lanes = {item.var for item in items}, _Lanes.of(program, width)
     found = {}
     for element in program.elements:
-        vector = _vector(program, element, width)
-        if vector is not None:
-            found[element.var] = vector
+        parts = [element.offset] if element.guard is None else [element.offset, element.guard]
+        if not any(var in blocked for var in variables(*parts)):
+            piece = lanes.piece(element)
+            if piece > bytes_of(element.dtype):
+                found[element.var] = VectorElement(element, piece)
     return found
 
 
-def _vector(program: Program, element: Element, width: int) -> VectorElement | None:
-    parts = [element.offset] if element.guard is None else [element.offset, element.guard]
-    column, dtype = program.column_var, program.index_dtype
-    others = (item.var for item in program.tiles + program.elements + program.values)
-    blocked = set(others)
-    if any(var in blocked for var in variables(*parts)):
-        return None
-    index, lane = (Var(name, tvm.ir.PrimType(dtype)) for name in ("q", "l"))
-    analyzer = program.analyzer()
-    count = program.columns // width if isinstance(program.columns, int) else program.columns
-    analyzer.bind(index, tvm.ir.Range(0, count))
-    analyzer.bind(lane, tvm.ir.Range(0, width))
-    start = index * constant(width, dtype)
-    first = [substitute(part, {column: start}) for part in parts]
-    later = [substitute(part, {column: start + lane}) for part in parts]
-    if not analyzer.can_prove_equal(later[0] - first[0], lane.astype(str(later[0].ty.dtype))):
-        return None
-    if element.guard is not None:
-        guards = (_below(guard, analyzer) for guard in (first[1], later[1]))
-        if not same(*guards):
-            return None
-    piece = piece_bytes(analyzer.simplify(first[0]), element.dtype, width, analyzer)
-    if piece <= bytes_of(element.dtype):
-        return None
-    return VectorElement(element, piece)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Lanes:
+    """The columns of any vector of a program: `start` and, of the lane `lane`, `start` + `lane`."""
+
+    column: Var
+    width: int
+    start: Expr
+    lane: Var
+    analyzer: tvm.sym.Analyzer
+
+    @classmethod
+    def of(cls, program: Program, width: int) -> _Lanes:
+        dtype, columns = program.index_dtype, program.columns
+        index, lane = (Var(name, tvm.ir.PrimType(dtype)) for name in ("q", "l"))
+        analyzer = program.analyzer()
+        count = columns // width if isinstance(columns, int) else columns
+        analyzer.bind(index, tvm.ir.Range(0, count))
+        analyzer.bind(lane, tvm.ir.Range(0, width))
+        return cls(program.column_var, width, index * constant(width, dtype), lane, analyzer)
+
+    def piece(self, element: Element) -> int:
+        """Bytes of one access where the columns are consecutive in memory and under one guard; else
+        0.
+        """
+        first, later = self._of(element.offset)
+        lane = self.lane.astype(str(later.ty.dtype))
+        if not self.analyzer.can_prove_equal(later - first, lane):
+            return 0
+        if not all(map(self._is_one, conjuncts(element.guard))):
+            return 0
+        start = self.analyzer.simplify(first)
+        return piece_bytes(start, element.dtype, self.width, self.analyzer)
+
+    def _of(self, expr: Expr) -> tuple[Expr, Expr]:
+        """An expression of the first column, and of any."""
+        return (
+            substitute(expr, {self.column: self.start}),
+            substitute(expr, {self.column: self.start + self.lane}),
+        )
+
+    def _is_one(self, guard: Expr) -> bool:
+        """Whether a condition is the same in all columns."""
+        if not uses_any(guard, {self.column}):
+            return True
+        return same(*(_below(each, self.analyzer) for each in self._of(guard)))
 
 
 def _below(guard: Expr, analyzer: tvm.sym.Analyzer) -> Expr:

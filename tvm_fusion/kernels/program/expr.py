@@ -149,7 +149,7 @@ def variables(*exprs: Expr) -> list[Var]:
         elif type(expr) not in _NUMBERS:
             # of scalars alone; `x != y` has no type until it is used
             is_scalar = isinstance(getattr(expr, "ty", _BOOL), tvm.ir.PrimType)
-            free = undefined_vars(expr, []) if is_scalar else None
+            free = list(undefined_vars(expr, [])) if is_scalar else None
             if free is not None and all(map(_has_numbers, free)):
                 found.update(dict.fromkeys(free))
             else:
