@@ -24,6 +24,7 @@ from ..ir.graph import FusionGraph
 from ..plan.legality import Evaluator
 from ..plan.plan import FusionPlan
 from ..plan.search.solution import Solution, costed, is_opaque, is_view, members_of
+from ..runtime.build.version_names import launches_of
 from ..runtime.calls.signature import function_of, load_library
 from ..runtime.timing.launch_kernels import (
     BuiltLaunches,
@@ -237,7 +238,9 @@ class PlanRunner:
                 "a plan without any launch cannot be timed; give one that computes something"
             )
         if self.device.type == "cuda":
-            kernels = [[len(self._kernels[s].device_kernels) for s in specs] for specs in every]
+            kernels = [
+                [launches_of(self._kernels[s].device_kernels) for s in specs] for specs in every
+            ]
             return [PlanTimes.of(s, "kernel") for s in device_samples(calls, kernels, repeats)]
         return [PlanTimes.of(s, "wall") for s in wall_samples(calls, repeats, self.device.sync)]
 

@@ -31,6 +31,7 @@ from ...kernels.cpu.contraction.panels import PANELS_ATTR, Panels, wanted_panels
 from ...runtime.build import cubin_cache
 from ...runtime.build.build import build_functions
 from ...runtime.build.lowering import APART_ATTR, SCHEDULED_ATTR
+from ...runtime.build.version_names import launches_of
 from ...runtime.calls.launch_count import launched_kernels
 from ...runtime.timing.launch_kernels import symbol_of
 from ...transform.apply.write_kernels import write_kernel
@@ -165,7 +166,7 @@ def build_choice(request: BuildRequest) -> BuiltChoice:
     return BuiltChoice(
         request.path,
         symbol,
-        len(launched),
+        launches_of(launched),
         max((r.spill_bytes for r in resources), default=None),
         max((r.registers for r in resources), default=None),
         tuple(panels.items()),
