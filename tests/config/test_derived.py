@@ -197,7 +197,8 @@ def test_an_l4_is_what_its_driver_says(gpu):
     assert profile.hbm_peak_bytes_per_s == pytest.approx(3.0e11, rel=1e-3)
     assert profile.memory_bytes == pytest.approx(23_580_639_232)
     assert profile.derived.startswith("reported by the driver of NVIDIA L4")
-    assert profile.measured == {"derived": profile.derived}
+    assert profile.measured["derived"] == profile.derived
+    assert profile.measured["hbm_bytes_per_s"] == profile.hbm_bytes_per_s
     assert str(target.attrs["arch"]) == "sm_89"
     assert resolve_target("cuda")[1] == profile
     assert resolve_target({"kind": "cuda", "arch": "sm_89"})[1] == profile

@@ -18,6 +18,7 @@ from ..config import (
     profile_file,
     profile_text,
     resolve_target,
+    targets,
 )
 from ..config.toml import nearest, number_fields
 from ..errors import CHECK_FAILED, ConfigError, InputError, TargetError
@@ -230,17 +231,17 @@ def _bench(profile: HardwareProfile, families: Sequence[Family], deadline: float
 
 def _device(target: str | None) -> HardwareProfile:
     """The profile of a device of this machine."""
-    from ..config.targets import THIS_CPU, names_gpu, present_gpu
-
-    if str(target).lower() in THIS_CPU or (target is None and present_gpu()[0] is None):
+    if str(target).lower() in targets.THIS_CPU or (
+        target is None and targets.present_gpu()[0] is None
+    ):
         return load_profile("llvm_cpu")
     _, hw = resolve_target(target)
     if hw.kind == "llvm":
         return hw
-    name, _ = present_gpu()
+    name, _ = targets.present_gpu()
     if name is None:
         raise TargetError(f"this machine has no {hw.name} to measure; run it where there is one")
-    if not names_gpu(hw, name) and not str(target).endswith(".toml"):
+    if not targets.names_gpu(hw, name) and not str(target).endswith(".toml"):
         raise TargetError(
             f"the GPU of this machine is {name}, not {hw.name}"
             "; name that one, or a profile of your own"

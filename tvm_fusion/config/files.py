@@ -23,7 +23,7 @@ _NOT_PROFILES = ("policy_", "tune_", "gpu_")
 _RESERVED = ("cuda", "cpu")  # targets that mean a device of this machine
 
 _files: dict[str, Path] = {}  # where profiles of the user's own were read, by fingerprint
-_cards: dict[str, Card] = {}  # of which profiles were derived, by fingerprint
+_cards: dict[str, Card] = {}  # of which profiles were derived last, by name
 _added: dict[str, HardwareProfile] = {}  # those that `add_profile` made known, by name
 
 
@@ -83,14 +83,14 @@ def load_profile(name_or_path: str | Path) -> HardwareProfile:
 def profile_of_card(card: Card) -> HardwareProfile:
     """The derived profile of a card."""
     profile = derived_profile(card, _shipped_profiles()[measured_name()])
-    _cards[profile.fingerprint()] = card
+    _cards[profile.name] = card
     return profile
 
 
 def profile_text(profile: HardwareProfile) -> str:
     """The file with a profile's numbers, or for a derived one what would stand in it."""
-    if (card := _cards.get(profile.fingerprint())) is not None:
-        return derived_toml(card, _shipped_profiles()[measured_name()])
+    if profile.derived:
+        return derived_toml(_cards[profile.name], _shipped_profiles()[measured_name()])
     return file_of(profile).read_text(encoding="utf-8")
 
 

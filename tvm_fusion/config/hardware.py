@@ -148,10 +148,12 @@ class HardwareProfile:
         for a profile from a file.
         """
         if self.derived:
-            return {"derived": self.derived}
-        if not self.host:
+            made_of = {"derived": self.derived}
+        elif self.host:
+            made_of = {"host": self.host}
+        else:
             return {}
-        return {"host": self.host, **{name: getattr(self, name) for name in HOST_NUMBERS}}
+        return made_of | {name: getattr(self, name) for name in HOST_NUMBERS}
 
     def fingerprint(self) -> str:
         """Return a hash of all values: equal for equal numbers, whatever their sources say."""

@@ -13,6 +13,7 @@ from .architecture import NO_GPU, Architecture, read_architecture
 from .cards import (
     OLDEST,
     TAGS,
+    Card,
     card_named,
     card_names,
     card_of_architecture,
@@ -27,6 +28,7 @@ from .hardware import HardwareProfile, cpu_target
 
 _logger = logging.getLogger(__name__)
 _calibrations: list[Callable[[], HardwareProfile]] = []
+_gpu_calibrations: list[Callable[[HardwareProfile], HardwareProfile]] = []
 
 THIS_CPU = ("llvm", "cpu")
 """Targets that mean the CPU of this machine, whatever it is."""
@@ -178,7 +180,7 @@ def _profile_of_gpu(name: str, arch: str) -> HardwareProfile:
     nearest = max((longest_words(p.aliases, name) for p in known), default=0)
     if not known or (card is not None and len(card.words) > nearest and not _is_added(known[0])):
         _tell_of_newer(architecture)
-        return profile_of_card(card_of_driver(name, architecture, gpu_attributes()))
+        return _of_present(card_of_driver(name, architecture, gpu_attributes()))
     profile = known[0]
     if profile.num_sms == (num_sms := _present_sms()):
         return profile
@@ -186,6 +188,17 @@ def _profile_of_gpu(name: str, arch: str) -> HardwareProfile:
         "%s has %d SMs, not %d: a variant of %s", name, num_sms, profile.num_sms, profile.name
     )
     return replace(profile, num_sms=num_sms)
+
+
+def _of_present(card: Card) -> HardwareProfile:
+    """The derived profile of the GPU present, with what was measured of it at first use."""
+    derived = profile_of_card(card)
+    return _gpu_calibrations[-1](derived) if _gpu_calibrations else derived
+
+
+def calibrate_gpu_by(measure: Callable[[HardwareProfile], HardwareProfile]) -> None:
+    """Says what measures a GPU whose profile is derived: it stands above what it measures with."""
+    _gpu_calibrations.append(measure)
 
 
 def _is_added(profile: HardwareProfile) -> bool:

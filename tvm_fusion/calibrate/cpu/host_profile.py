@@ -145,9 +145,12 @@ def host_profile() -> HardwareProfile:
     """The profile of this machine's CPU: calibrated, now if it never was; the shipped one where
     calibrations are switched off, interrupted, disturbed by other programs, or damaged.
     """
-    if os.environ.get(VARIABLE) == "0":
-        return load_profile("llvm_cpu")
-    return _host_profile(asked_threads())
+    return load_profile("llvm_cpu") if is_switched_off() else _host_profile(asked_threads())
+
+
+def is_switched_off() -> bool:
+    """Whether nothing is measured at first use."""
+    return os.environ.get(VARIABLE) == "0"
 
 
 @cache

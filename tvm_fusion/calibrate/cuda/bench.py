@@ -155,12 +155,16 @@ class CudaBench:
     kernels : Mapping[str, tirx.PrimFunc]
         By name, which is their global symbol too. Those that do not compile are left out; asking
         for one raises NotMeasured with the compiler's words.
+    by_events : bool
+        Without torch, whose import takes longer than some benchmarks.
     """
 
-    def __init__(self, hw: HardwareProfile, kernels: Mapping[str, tirx.PrimFunc]) -> None:
+    def __init__(
+        self, hw: HardwareProfile, kernels: Mapping[str, tirx.PrimFunc], by_events: bool = False
+    ) -> None:
         self.hw = hw
         self.device = tvm.cuda(0)
-        self.with_torch = has_torch_cuda()
+        self.with_torch = not by_events and has_torch_cuda()
         self.built, self.failures = build_kernels(hw, kernels)
         self.module = CompiledModule.of(self.built)
         self.library = self.built.executable.mod.imports[0]

@@ -33,7 +33,7 @@ def kernels(hw: HardwareProfile) -> dict:
 
 def measure(bench: CudaBench) -> Finding:
     """Host time of a launch, and time between kernels that are queued."""
-    vm = _vm_us(bench)
+    vm = in_machine_us(bench)
     stream = _host_us(bench, _launcher(bench), LAUNCHES)
     notes = [f"host time of a launch: {stream:.3g} us alone, {vm:.3g} us in the virtual machine"]
     how = f"chain of {CHAIN} tiny kernels in the virtual machine, bound by the host"
@@ -74,7 +74,7 @@ def _host_us(bench: CudaBench, call: Callable[[], Any], number: int) -> float:
     return statistics.median(samples)
 
 
-def _vm_us(bench: CudaBench) -> float:
+def in_machine_us(bench: CudaBench) -> float:
     """Time of a launch in the virtual machine, one chain after the other."""
     import tvm
 

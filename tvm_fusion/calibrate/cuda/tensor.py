@@ -9,6 +9,7 @@ The best tile of a type is its rate. What the types of the profile's table are m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -34,11 +35,13 @@ def kernels(hw: HardwareProfile) -> dict:
     return {name: func for name, (_, _, func) in products(hw).items()}
 
 
-def products(hw: HardwareProfile) -> dict[str, tuple[str, str, tirx.PrimFunc]]:
-    """Type, tile and kernel by the kernel's name."""
+def products(
+    hw: HardwareProfile, tiles_of: Mapping[str, int] = TILES
+) -> dict[str, tuple[str, str, tirx.PrimFunc]]:
+    """Type, tile and kernel by the kernel's name; so many tiles of each type."""
     policy = load_policy({"allow_tf32": True})
     found = {}
-    for dtype, wanted in TILES.items():
+    for dtype, wanted in tiles_of.items():
         if dtype not in hw.tensor_flop_per_s:
             continue
         contraction = analyze_contraction(_product("float32" if dtype == "tfloat32" else dtype))
@@ -81,30 +84,43 @@ def _result(dtype: str) -> str:
     return "float16" if dtype.startswith("float8") else dtype
 
 
-def measure(bench: CudaBench) -> Finding:
-    """Flop a second of each type, the best tile's."""
-    made, missing, calls = products(bench.hw), [], {}
+Products = Mapping[str, tuple[str, str, tirx.PrimFunc]]
+
+
+def rates(bench: CudaBench, made: Products) -> dict[str, dict[str, float]]:
+    """Flop a second by type and tile, of those products that compile."""
+    calls: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
-    for name, (dtype, tile, _) in made.items():
+    for name, (dtype, _, _) in made.items():
         if name in bench.failures:
-            missing.append(f"{dtype} {tile}: {bench.failures[name]}")
             continue
         data = "float32" if dtype == "tfloat32" else dtype
         if data not in tensors:
             tensors[data] = tuple(_random(data, seed, bench.device) for seed in (1, 2))
         out = tvm.runtime.empty((SIZE, SIZE), _result(data), bench.device)
         calls[name] = name, (*tensors[data], out)
-    seconds = bench.kernel_seconds(calls)
-    rates: dict[str, dict[str, float]] = {}
-    for name, taken in seconds.items():
+    found: dict[str, dict[str, float]] = {}
+    for name, taken in bench.kernel_seconds(calls).items():
         dtype, tile, _ = made[name]
-        rates.setdefault(dtype, {})[tile] = 2 * SIZE**3 / taken
+        found.setdefault(dtype, {})[tile] = 2 * SIZE**3 / taken
+    return found
+
+
+def measure(bench: CudaBench) -> Finding:
+    """Flop a second of each type, the best tile's."""
+    made = products(bench.hw)
+    missing = [
+        f"{dtype} {tile}: {bench.failures[name]}"
+        for name, (dtype, tile, _) in made.items()
+        if name in bench.failures
+    ]
+    found = rates(bench, made)
     notes = [
         f"{dtype} products of {SIZE}^3 by tile, Tflop/s: "
         + ", ".join(f"{tile} {rate / 1e12:.4g}" for tile, rate in tiles.items())
-        for dtype, tiles in rates.items()
+        for dtype, tiles in found.items()
     ]
-    best = {dtype: max(tiles.values()) for dtype, tiles in rates.items()}
+    best = {dtype: max(tiles.values()) for dtype, tiles in found.items()}
     how = f"our own products of {SIZE}^3, the best tile of each type ({', '.join(best)})"
     return Finding([Measured("tensor_flop_per_s", best, how)] if best else [], notes, missing)
 
