@@ -180,27 +180,30 @@ static Pointer<uchar> dynamic_shared() { return Pointer<uchar>((uchar*)dynamic_m
 
 // ---- stand-ins for device functions that are written in PTX
 
-// Early launches: in front of its wait a thread may ask for memory, and not read or write it.
+// Early launches: in front of its wait a thread reads what it loads ahead, and writes nothing.
 static void begin_early() { current->waits_yet = true; }
 static void tvmf_wait_for_kernels_before() { current->waits_yet = false; }
 template <class T> static void tvmf_behind_wait(T&) {
   if (current->waits_yet) fail("an address is made anew in front of the wait");
 }
-static void tvmf_bring_bytes(const void* p, long long at, int size) { check((const char*)p + at, size, 16, false); }
-#define BRING(name, ...) static void name(unsigned long long, __VA_ARGS__) {}
-BRING(tvmf_bring_box1, int) BRING(tvmf_bring_box2, int, int) BRING(tvmf_bring_box3, int, int, int)
-BRING(tvmf_bring_box4, int, int, int, int) BRING(tvmf_bring_box5, int, int, int, int, int)
 
 template <int N> static void copy(void* d, const void* s, bool global_source, bool global_target) {
   if (global_source) check(s, N, N);
   if (global_target) check(d, N, N);
   memcpy(d, s, N);
 }
+template <int N> static void load_ahead(void* d, const void* s) {
+  bool waits_yet = current->waits_yet;
+  current->waits_yet = false;
+  copy<N>(d, s, true, false);
+  current->waits_yet = waits_yet;
+}
 #define COPIES(N) \
   static void tvmf_load##N##_nc(void* d, const void* s) { copy<N>(d, s, true, false); } \
   static void tvmf_load##N##_fresh(void* d, const void* s) { copy<N>(d, s, true, false); } \
   static void tvmf_load##N##_cs(void* d, const void* s) { copy<N>(d, s, true, false); } \
   static void tvmf_load##N##_na(void* d, const void* s) { copy<N>(d, s, true, false); } \
+  static void tvmf_load##N##_ahead(void* d, const void* s) { load_ahead<N>(d, s); } \
   static void tvmf_load##N##_again(void* d, const void* s) { copy<N>(d, s, true, false); } \
   static void tvmf_load##N##_behind(void* d, const void* s, int offset) { copy<N>(d, (const char*)s + offset, true, false); } \
   static void tvmf_store##N##_wb(void* d, const void* s) { copy<N>(d, s, false, true); } \

@@ -6,20 +6,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 import tvm
+from torch import nn
 from tvm.relax import op
 from tvm.script import tirx as T
 
 from tvm_fusion.config import resolve_target
+from tvm_fusion.flow.functions import planned_function
 from tvm_fusion.kernels.attention.decode.kernel import emit_attention_decode
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
 from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper
 from tvm_fusion.kernels.gemm.runs.rank import emit_product, product_ranked
 from tvm_fusion.kernels.gemm.skinny.kernel import emit_gemm_skinny
-from tvm_fusion.kernels.gpu.ahead import VARIABLE, bring_bytes
+from tvm_fusion.kernels.gpu.ahead import READS_AHEAD, VARIABLE
+from tvm_fusion.kernels.gpu.memory import copy_in
 from tvm_fusion.runtime.build.build import build
-from tvm_fusion.runtime.build.early_launches import DYNAMIC_SMEM, EARLY, launched_early
-from tvm_fusion.runtime.build.kernel_code import kernel_code
+from tvm_fusion.runtime.build.early_launches import DYNAMIC_SMEM, EARLY, Calls, launched_early
+from tvm_fusion.runtime.build.kernel_code import CudaUnit, kernel_code
 from tvm_fusion.runtime.build.lowering import COOPERATIVE, LAUNCH_PARAMS, SCHEDULED_ATTR, TIRX_ATTR
 
 from ..support import cuda_on_cpu
@@ -34,6 +38,7 @@ from ..support.wgmma_registers import machine_code
 INSTRUCTIONS = ("griddepcontrol.launch_dependents;", "griddepcontrol.wait;")
 FIRST_STATEMENT = re.compile(r"double_kernel\([^;{]*\) \{\s*(\w+)\(\);")
 CALLED = "tvmf_wait_for_kernels_before();"
+OTHER_ACCESSES = r"\b(LD|LDGSTS|UTMALDG|UBLKCP|STG|ST|ATOMG|RED|UTMASTG)\."
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["source", "compiled"])
@@ -93,13 +98,13 @@ def test_a_kernel_whose_blocks_wait_for_each_other_is_not_launched_early(monkeyp
 # ---- what stands in front of the wait
 
 
-def product(rows, emit):
+def product(rows, emit, terms=512):
     """``x w^T + c`` of an odd number of columns."""
 
     def graph(bb, x, w, c):
         return op.add(bb.emit(op.matmul(x, bb.emit(op.permute_dims(w)))), c)
 
-    shapes = (rows, 512), (200, 512), (200,)
+    shapes = (rows, terms), (200, terms), (200,)
     hw = resolve_target("nvidia_h200")[1]
     func = fuse(graph, *((shape, "float16") for shape in shapes))
     rng = np.random.default_rng(rows)
@@ -133,17 +138,12 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_asks_for_its_tensors_and_touches_none_before_it_waits(name, monkeypatch):
-    make, run = KERNELS[name]
-    plain = cuda_on_cpu.cuda_source(make()[0])
-    assert "bring" not in plain
+def test_a_kernel_touches_nothing_but_weights_before_it_waits(name, monkeypatch):
     monkeypatch.setenv(VARIABLE, "1")
+    make, run = KERNELS[name]
     kernel, inputs, expected = make()
-    lowered = cuda_on_cpu.lower(kernel)
-    head, _ = lowered.source.rsplit(CALLED, 1)
-    assert "tvmf_bring_" in head.rsplit('extern "C"', 1)[1]
     result = np.full(expected.shape, np.nan, "float16")
-    run(lowered, [*inputs, result])  # the emulator knows what is touched before the wait
+    run(kernel, [*inputs, result])  # the emulator knows what is touched before the wait
     assert np.abs(result - expected).max() <= 4e-3 * np.abs(expected).max()
 
 
@@ -158,53 +158,119 @@ def test_the_emulator_sees_a_kernel_that_does_not_wait(monkeypatch):
         )
 
 
+def test_products_of_few_rows_load_their_first_weights_before_they_wait(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
+    kernel, inputs, expected = product(1, emit_gemm_skinny, terms=2048)
+    assert [int(number) for number in kernel.attrs[READS_AHEAD]] == [1]
+    result = np.full(expected.shape, np.nan, "float16")
+    run_cuda_on_cpu(kernel, [*inputs, result])
+    assert np.abs(result - expected).max() <= 4e-3 * np.abs(expected).max()
+    before, behind = machine_code(kernel).split("ACQBULK")
+    assert "PREEXIT" in before
+    assert re.search(r"\bLDG\.", before)
+    assert not re.search(OTHER_ACCESSES, before)
+    assert not re.search(r"\bLDG\.\S*CONSTANT", before + behind)
+
+
+# ---- who is launched late
+
+
+class Linears(nn.Module):
+    """Two products of one row; the weights of the second are weights, or an input."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.given = given
+        self.first, self.second = nn.Linear(2048, 2048), nn.Linear(2048, 512)
+
+    def forward(self, x, weight):
+        y = torch.relu(self.first(x))
+        return nn.functional.linear(y, weight) if self.given else self.second(y)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["weights", "input"])
+def test_the_first_launch_is_late_and_what_reads_ahead_of_no_weight(given, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv("TVM_FUSION_KERNEL_CACHE", "0")
+    parameters, make = [], CudaUnit.module
+
+    def module(unit, binary):
+        ((_, func),) = unit.kernels.functions_items()
+        parameters.append([str(name) for name in func.attrs[LAUNCH_PARAMS]])
+        return make(unit, binary)
+
+    monkeypatch.setattr(CudaUnit, "module", module)
+    with torch.no_grad():
+        inputs = torch.zeros(1, 2048).half(), torch.zeros(512, 2048).half()
+        planned_function((Linears(given).half(), inputs), "nvidia_h200").build()
+    early = sum(EARLY in names for names in parameters)
+    assert (early, len(parameters)) == ((0, 2) if given else (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("order", "reads", "late"),
+    [
+        ([("a", True), ("b", True)], {"a": [], "b": []}, {"a"}),
+        ([("host", True), ("a", True), ("b", True)], {"a": [], "b": []}, {"host", "a"}),
+        ([("a", False), ("b", True), ("c", True)], {"a": [], "b": [], "c": []}, {"a", "b"}),
+        ([("a", True), ("reads", True)], {"a": [], "reads": [2]}, {"a"}),
+        ([("a", True), ("reads", True)], {"a": [], "reads": [1, 2]}, {"a", "reads"}),
+        ([("a", True), ("both", True)], {"a": [], "both": [0]}, {"a", "both"}),
+    ],
+)
+def test_which_launches_are_late(order, reads, late):
+    calls = Calls((tuple(order),), {"reads": {0, 2}, "both": {1}})
+    assert calls.late(reads) == late
+
+
 @pytest.mark.parametrize(
     "name",
-    ["skinny", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("hopper", "attention"))],
+    ["double", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("hopper", "attention"))],
 )
-def test_machine_code_loads_nothing_before_it_waits_and_nothing_as_a_constant(name, monkeypatch):
+def test_machine_code_loads_nothing_else_before_it_waits(name, monkeypatch):
     monkeypatch.setenv(VARIABLE, "1")
-    code = machine_code(KERNELS[name][0]()[0])
-    before, behind = code.split("ACQBULK")
-    loads = r"\b(LDG|LD|LDGSTS|UTMALDG|UBLKCP|STG|ST|ATOMG|RED|UTMASTG)\."
-    assert re.search(r"\b(UBLKPF|UTMAPF)\.", before)
+    kernel = double_in_tirx() if name == "double" else KERNELS[name][0]()[0]
+    before, behind = machine_code(kernel).split("ACQBULK")
     assert "PREEXIT" in before
-    assert not re.search(loads, before)
-    assert re.search(loads, behind)
+    assert not re.search(rf"{OTHER_ACCESSES}|\bLDG\.", before)
+    assert re.search(rf"{OTHER_ACCESSES}|\bLDG\.", behind)
     assert not re.search(r"\bLDG\.\S*CONSTANT", behind)
 
 
-def asking(load_first):
-    """y = 2 x, of a kernel that asks for x, and may read it, in front of its wait."""
+def reading(ahead):
+    """y = 2 x, of a kernel that reads x, by a load ahead or any other, in front of its wait."""
 
     @T.prim_func
-    def asks(x: T.Buffer((128,), "float32"), y: T.Buffer((128,), "float32")):
+    def ahead_of_it(x: T.Buffer((128,), "float32"), y: T.Buffer((128,), "float32")):
         T.device_entry()
         tx = T.thread_id([128])
+        kept = T.alloc_local((1,), "float32")
+        copy_in(lambda at: kept.ptr_to([0]), lambda at: x.ptr_to([tx]), 4, 4, "ahead")
         with T.attr({"tvm_fusion.before_wait": 1}):
-            T.evaluate(bring_bytes(x.ptr_to([0]), 512))
-        y[tx] = x[tx] * T.float32(2)
+            T.evaluate(0)
+        y[tx] = kept[0] * T.float32(2)
 
     @T.prim_func
-    def reads(x: T.Buffer((128,), "float32"), y: T.Buffer((128,), "float32")):
+    def plain(x: T.Buffer((128,), "float32"), y: T.Buffer((128,), "float32")):
         T.device_entry()
         tx = T.thread_id([128])
         kept = T.alloc_local((1,), "float32")
         kept[0] = x[tx]
         with T.attr({"tvm_fusion.before_wait": 1}):
-            T.evaluate(bring_bytes(x.ptr_to([0]), 512))
+            T.evaluate(0)
         y[tx] = kept[0] * T.float32(2)
 
-    func = reads if load_first else asks
+    func = ahead_of_it if ahead else plain
     return func.with_attr(TIRX_ATTR, True).with_attr(SCHEDULED_ATTR, True)
 
 
-@pytest.mark.parametrize("load_first", [False, True], ids=["asks", "reads"])
-def test_a_kernel_that_would_read_in_front_of_its_wait_waits_at_its_start(load_first, monkeypatch):
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
+def test_a_kernel_that_would_read_otherwise_waits_at_its_start(ahead, monkeypatch):
     monkeypatch.setenv(VARIABLE, "1")
-    lowered = cuda_on_cpu.lower(asking(load_first))
+    lowered = cuda_on_cpu.lower(reading(ahead))
     body = lowered.source.rsplit('extern "C"', 1)[1]
-    assert (body.index(CALLED) < body.index("tvmf_bring_bytes(")) == load_first
+    load = "tvmf_load4_ahead(" if ahead else "x_ptr["
+    assert (body.index(CALLED) > body.index(load)) == ahead
     x, y = np.arange(128, dtype="float32"), np.zeros(128, "float32")
     run_cuda_on_cpu(lowered, [x, y])
     assert (y == 2 * x).all()

@@ -11,7 +11,7 @@ from tvm_fusion.errors import InputError
 from tvm_fusion.report.assemble import calls_of
 from tvm_fusion.runtime.build.build import build
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
-from tvm_fusion.runtime.calls.written_inputs import written_inputs
+from tvm_fusion.runtime.calls.written_inputs import writes_constants, written_inputs
 from tvm_fusion.runtime.timing.timing import time_modules
 
 from ..support.fake_cuda_graph import captured_on_cpu
@@ -140,3 +140,19 @@ def test_a_loaded_module_knows_what_it_writes(tmp_path):
     loaded = CompiledModule.load(compiled.save(tmp_path / "counter.so"))
     assert loaded.writes == compiled.writes == (1,)
     check_counter(loaded, *KINDS["transposed"])
+
+
+@pytest.mark.parametrize("target", ["constant", "view", "input"])
+def test_it_is_known_whether_a_constant_is_written_into(target):
+    bb, ty = relax.BlockBuilder(), relax.TensorType((4, 8), "float32")
+    gv = bb.add_func(in_place().with_attr("global_symbol", "increment"), "increment")
+    x = relax.Var("x", ty)
+    with bb.function("main", [x]):
+        held = relax.const(np.ones((8, 4), "float32"))
+        written = {
+            "constant": lambda: relax.const(np.ones((4, 8), "float32")),
+            "view": lambda: bb.emit(relax.op.reshape(held, (4, 8))),
+            "input": lambda: x,
+        }[target]()
+        bb.emit_func_output(bb.emit(relax.op.call_tir_inplace(gv, [written, x], [0], ty)))
+    assert writes_constants(bb.get()) == (target != "input")

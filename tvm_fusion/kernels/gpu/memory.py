@@ -47,15 +47,17 @@ _LOAD = {
     "cs": "ld.global.cs",
     "na": "ld.global.nc.L1::no_allocate",
     "again": "ld.global.nc",
+    "ahead": "ld.global.nc.L1::no_allocate",
 }
-"""Instruction of each load hint; "again" is volatile: not hoisted out of a loop over rows."""
+"""Instruction of each load hint; "again" and "ahead" are volatile: not hoisted out of a loop over
+rows, not put off until behind a wait."""
 
 
 def copy_in(target: Place, source: Place, size: int, piece: int, hint: str = "nc") -> None:
     """`size` bytes from global memory to registers, `piece` bytes an access."""
     for start in range(0, size, piece):
         ctype, suffix, outputs, names, address = _PTX[piece]
-        volatile = " volatile" if hint == "again" else ""
+        volatile = " volatile" if hint in ("again", "ahead") else ""
         body = (
             f'{ctype} r; asm{volatile}("{_LOAD[hint]}.{suffix} {names}, [{address}];" '
             f': {outputs} : "l"(s)); *({_WORD[piece]}*)d = ({_WORD[piece]})r;'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tvm import tirx
 from tvm.ir import Call, Expr, StringImm, TensorLoad, Var
@@ -18,6 +18,7 @@ from ..contraction.reader import Axis, Contraction
 from ..program.expr import constant, convert, dtype_of, is_if_then_else, is_integer, number, rebuild
 from ..program.program import Extent
 from . import math_functions as functions
+from .ahead import READS_AHEAD
 from .arithmetic import lower_call
 from .math_functions import factors_of, match_affine, product_of, split_constant, take_gelu
 
@@ -214,12 +215,14 @@ class Frame:
     ----------
     buffers : the new function's buffer for each parameter of the old one.
     index : dtype of indices, int32 where the sizes are known to allow it.
+    read_ahead : parameters that are read in front of the kernel's wait (see `ahead`).
     func : the finished PrimFunc, once the `with` block of `open_kernel` has ended.
     """
 
     contraction: Contraction
     buffers: dict[Var, Expr]
     index: str
+    read_ahead: set[Var] = field(default_factory=set)
     func: tirx.PrimFunc | None = None
 
     def size(self, extent: Extent) -> Expr | int:
@@ -303,6 +306,9 @@ def open_kernel(contraction: Contraction) -> Iterator[Frame]:
         T.func_attr({**attrs, "tvm_fusion.tirx": True})
         yield frame
     func = ir.get()
+    if frame.read_ahead:
+        numbers = [i for i, p in enumerate(contraction.params) if p.var in frame.read_ahead]
+        func = func.with_attr(READS_AHEAD, numbers)
     if contraction.name is None:
         func = func.without_attr("global_symbol")
     frame.func = func

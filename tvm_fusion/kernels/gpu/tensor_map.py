@@ -19,7 +19,6 @@ from ..program.expr import bytes_of, convert, variables
 from ..program.extents import with_values
 from ..program.program import Extent
 from .access import AffineAccess, Digit, is_multiple
-from .ahead import bring_box
 
 # What cuTensorMapEncodeTiled accepts.
 MAX_DIMENSIONS = 5
@@ -118,10 +117,6 @@ class TensorMap:
             name += ".multicast::cluster"
             arguments.append(T.uint16(2**blocks - 1))
         T.evaluate(T.ptx[name](*arguments))
-
-    def bring(self, handle: Var, at: Mapping[str, Expr | int]) -> None:
-        """Emits the request of a box into the L2."""
-        T.evaluate(bring_box(T.address_of(handle), self.coordinates(at)))
 
     def store(self, source: Expr, handle: Var, at: Mapping[str, Expr | int]) -> None:
         """Emits the copy of a box from shared memory; what lies outside the tensor is left out."""

@@ -7,7 +7,7 @@ costs one entry of the cubin cache.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,11 +30,12 @@ from ..calls.launch_count import (
     vm_functions,
 )
 from ..calls.signature import Signature, virtual_machine
-from ..calls.written_inputs import own_outputs, written_inputs
+from ..calls.written_inputs import own_outputs, writes_constants, written_inputs
 from . import cubin_cache
 from .cubin_cache import Compiling
 from .cuda_compiler import DeviceCode, cuda_arch, find_compiler, kernel_names
 from .destinations import AddDestinations, Destinations
+from .early_launches import Calls, LaunchTimes
 from .kernel_code import (
     CudaUnit,
     KernelBuildError,
@@ -226,7 +227,8 @@ def build_entries(
         functions = {g: f for g, f in rest.functions_items() if isinstance(f, tirx.PrimFunc)}
         if functions:
             prim_funcs = tvm.IRModule(functions, attrs=rest.attrs)
-            library, codes = _build_tir(prim_funcs, target, compile_kernels, ahead, early=True)
+            calls = None if writes_constants(mod) else Calls.of(lowered, weights)
+            library, codes = _build_tir(prim_funcs, target, compile_kernels, ahead, calls)
         executable = link(builder, target, library, lowered.attrs)
     launched = launched_kernels(executable.mod)
     _refuse_host_loops(executable, launched, functions)
@@ -305,11 +307,12 @@ def _build_tir(
     target: tvm.target.Target,
     compile_kernels: bool,
     ahead: CompiledAhead | None = None,
-    early: bool = False,
+    calls: Calls | None = None,
 ) -> tuple[tvm.runtime.Module, list[DeviceCode]]:
-    """As `tvm.tirx.build`, with a device module per kernel; with `early`, of kernels that are
-    launched early (`early_launches`).
+    """As `tvm.tirx.build`, with a device module per kernel; of kernels that are launched early
+    (`early_launches`), where it is known how they are called.
     """
+    early = calls is not None
     codes_ahead = ahead.codes if ahead else {}
     known, rest = [], {}
     for gvar, func in mod.functions_items():
@@ -320,8 +323,9 @@ def _build_tir(
     host, device = lowered_parts(tvm.IRModule(rest, attrs=mod.attrs), target)
     for code in known:
         host.update(code.host)
+    on_time = LaunchTimes.of(host, calls)
     if target.kind.name != "cuda" or not compile_kernels:
-        return _with_sources(_host_library(host, target), device, early), []
+        return _with_sources(_host_library(host, target), device, early, on_time), []
     units: list[CudaUnit] = []
     begun = []
     with nullcontext(ahead.compiling) if ahead else Compiling(cuda_arch(target)) as compiling:
@@ -333,7 +337,7 @@ def _build_tir(
         codes = [code.result() for code in finished]
     _refuse_failed(units, codes, library)
     for unit, code in sorted(zip(units, codes, strict=True), key=lambda pair: pair[0].name):
-        library.import_module(unit.module(code.binary))
+        library.import_module(replace(unit, kernels=on_time(unit.kernels)).module(code.binary))
     return library, codes
 
 
@@ -343,12 +347,15 @@ def _host_library(host: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.
 
 
 def _with_sources(
-    library: tvm.runtime.Module, device: Mapping[tvm.target.Target, tvm.IRModule], early: bool
+    library: tvm.runtime.Module,
+    device: Mapping[tvm.target.Target, tvm.IRModule],
+    early: bool,
+    on_time: LaunchTimes,
 ) -> tvm.runtime.Module:
     """The library with device modules as TVM makes them."""
     for target, kernels in device.items():
         for part in finalized(kernels, target, early):
-            library.import_module(codegen_build(part, target))
+            library.import_module(codegen_build(on_time(part), target))
     return library
 
 

@@ -1,24 +1,26 @@
 """Kernels of a module that are launched before the kernel in front of them has ended.
 
     kernel(...) {                            kernel(...) {
-      before_wait: requests                    requests            (`kernels.gpu.ahead`)
-      body                                     griddepcontrol.launch_dependents
-    }                                          griddepcontrol.wait
-                                               pointers = behind the wait
+      first weights                            first weights       (`kernels.gpu.ahead`)
+      before_wait                              griddepcontrol.launch_dependents
+      body                                     griddepcontrol.wait
+    }                                          pointers = behind the wait
                                                body
                                              }
 
 On devices of compute capability 9.0 and later (programmatic dependent launch). The contract:
 
-1. *Every thread of a kernel that is launched early waits before it reads or writes memory.* The
-   wait is over when the kernel in front has ended and what it wrote can be read. That one waited,
-   too, before it could end, or was launched late, which is to wait: so all kernels before it have
-   ended, whenever their threads let others start. Memory that is used again is safe for the same
-   reason: who writes to it has waited for all who read it.
-2. *In front of the wait stand indices, and requests of bytes into the L2*, whose values nobody sees
-   there. Not even weights are read: so it does not matter who wrote them, and when (an optimizer's
-   step in front of the call, the kernel in front). Where a writer's statements are more than that
-   (`_asks_only`), the kernel waits at its start.
+1. *Every thread of a kernel that is launched early waits before it reads or writes memory*, but for
+   2. The wait is over when the kernel in front has ended and what it wrote can be read. That one
+   waited, too, before it could end, or was launched late, which is to wait: so all kernels before
+   it have ended, whenever their threads let others start. Memory that is used again is safe for the
+   same reason: who writes to it has waited for all who read it.
+2. *In front of the wait stand indices, registers, and loads ahead of weights*, which no launch of a
+   call writes. Where a writer's statements are more than that (`_is_allowed`), the kernel waits at
+   its start; where a parameter that is read ahead is no weight in some call, it is launched late
+   (`Calls`). Who wrote weights before the call (an optimizer's step) may still be about to end when
+   the next kernel is launched early: so the first launch of each function is late, and all others
+   start when that one has.
 3. *No compiler takes a load across the wait.* Loads of what no thread writes (`ld.global.nc`, or
    through a `__restrict__` pointer) may be moved, and may find old values in a cache: constant is
    what does not change while a kernel runs, and this one runs while its operands are computed. So
@@ -29,27 +31,42 @@ On devices of compute capability 9.0 and later (programmatic dependent launch). 
    with kernels whose blocks wait for each other: all need places at once, they are launched late.
 
 Asked for by `TVM_FUSION_EARLY_LAUNCHES=1`. What profilers say of a kernel's time holds its wait
-then; `timing.apart` takes that out. On an H200 (2026-11-27, wait and then trigger at the start, no
-requests; CUDA graphs, us a call, without and with it): eight transformer blocks of one token 180.2
-and 159.8, four of 512 tokens 187.0 and 183.0, ResNet-50 of 32 images 782.7 and 786.9, sorts and
-scans of 1000 x 1000 298.0 and 299.4. Short kernels gain, long ones do not. 200 calls of each were
-bitwise those without it. On a stream 100 calls of the blocks of one token were not: they had been
-compiled with launches at a stream's cost, with which 34 of their 112 groups are others (scores are
-scaled, and rounded, by another kernel), and were compared with the plan for CUDA graphs.
+then; `timing.apart` takes that out. On an H200, CUDA graphs, us a call, late and early:
+
+    wait, then let others start (2026-11-27)
+      eight transformer blocks of one token              180.2   159.8
+      four blocks of 512 tokens                          187.0   183.0
+      ResNet-50, 32 images                               782.7   786.9
+      sorts and scans of 1000 x 1000                     298.0   299.4
+    let others start, then wait (2026-11-28)
+      a layer of Llama 3 8B, cache of 2048, batch 1      123.6   122.6
+      batch 16                                           157.7   159.9
+
+Requests of weights into the L2 in front of the wait (`cp.async.bulk.prefetch.L2`, of all blocks
+that run at once) were taken out again. Of that layer, an eighth, a third and two thirds of the L2:
+119.5, 124.2 and 131.5 us at batch 1, 160.1, 164.0 and 170.2 at batch 16; of the eight blocks, a
+third: 177.3 for 179.7. Loads ahead into registers are not timed yet.
+
+Bitwise the same, in 100 steps of these layers with their caches and 200 calls of the others, in
+CUDA graphs and on a stream. What was not, the blocks of one token on a stream, had been planned for
+what launches cost there: 34 of its 112 groups are others (scores are scaled, and rounded, by
+another kernel), and none of 200 calls is bitwise the graph's; with the graph's plan all are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 import tvm
 import tvm_ffi
-from tvm import tirx
+from tvm import relax, tirx
 from tvm.backend.cuda.op import cuda_func_call
 from tvm.ir import Call, Expr, StringImm, TensorLoad, Var
 
 from ...config.targets import architecture_of
-from ...kernels.gpu.ahead import MARK, REQUESTS, launches_early
+from ...ir.weights import Weight
+from ...kernels.gpu.ahead import LOADS_AHEAD, MARK, READS_AHEAD, launches_early
 from ...kernels.gpu.intrinsics import PREFIX, device_call
 from .lowering import COOPERATIVE, LAUNCH_PARAMS
 
@@ -58,6 +75,9 @@ DYNAMIC_SMEM = "tirx.use_dyn_shared_memory"
 EARLY = "tirx.use_programtic_dependent_launch"
 WAIT = "wait_for_kernels_before"
 """The device function that waits, without its prefix."""
+
+LAUNCH = "call_ffi_kernel"
+"""How the name of the operator ends that launches a kernel in a host function."""
 
 _START = 'asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");'
 _BEHIND = (  # an address of global memory, as before: else loads would ask where it points
@@ -131,30 +151,36 @@ def _with_plain_loads(call: Call) -> Call:
 
 
 def _with_wait(body: tirx.Stmt, wait: Sequence[tirx.Stmt]) -> tirx.Stmt | None:
-    """The body with the wait behind the statements that are marked; None where none are, or where
-    more than indices and requests would stand before it.
+    """The body with the wait behind the statements that are marked, on each way through it; None
+    where a way has no mark, or more than `_is_allowed` would stand in front of it.
     """
     if isinstance(body, tirx.AttrStmt):
         if body.attr_key == MARK:
-            allowed = _asks_only(body.body)
-            return tirx.SeqStmt([body.body, *wait]) if allowed else None
+            return tirx.SeqStmt([body.body, *wait]) if _is_allowed(body.body) else None
         inner = _with_wait(body.body, wait)
         return None if inner is None else tirx.AttrStmt(body.node, body.attr_key, body.value, inner)
+    if isinstance(body, tirx.IfThenElse) and body.else_case is not None:
+        cases = [_with_wait(case, wait) for case in (body.then_case, body.else_case)]
+        if None in cases or not _is_allowed(tirx.Evaluate(body.condition)):
+            return None
+        return tirx.IfThenElse(body.condition, *cases)
     if not isinstance(body, tirx.SeqStmt):
         return None
     for place, statement in enumerate(body.seq):
         inner = _with_wait(statement, wait)
         if inner is not None:
             return tirx.SeqStmt([*body.seq[:place], inner, *body.seq[place + 1 :]])
-        if not _asks_only(statement):
+        if not _is_allowed(statement):
             return None
     return None
 
 
-def _asks_only(statement: tirx.Stmt) -> bool:
-    """Whether a statement computes indices, makes room or asks for bytes, and nothing else."""
+def _is_allowed(statement: tirx.Stmt) -> bool:
+    """Whether a statement computes indices and registers, makes room, asks for bytes, or loads what
+    the kernel says that it reads ahead, and does nothing else.
+    """
     found = False
-    rest = tvm_ffi.structural_map(statement, [(Call, _without_request)])
+    rest = tvm_ffi.structural_map(statement, [(Call, _without_loads_ahead)])
 
     def call(node: Call) -> None:
         nonlocal found
@@ -163,16 +189,124 @@ def _asks_only(statement: tirx.Stmt) -> bool:
 
     def load(node: TensorLoad) -> None:
         nonlocal found
-        found |= node.source.scope() in ("", "global")
+        found |= node.source.scope() != "local"
 
-    def other(_node: tirx.BufferStore) -> None:
+    def store(node: tirx.BufferStore) -> None:
         nonlocal found
-        found = True
+        found |= node.buffer.scope() != "local"
 
-    tvm_ffi.structural_walk(rest, [(Call, call), (TensorLoad, load), (tirx.BufferStore, other)])
+    tvm_ffi.structural_walk(rest, [(Call, call), (TensorLoad, load), (tirx.BufferStore, store)])
     return not found
 
 
-def _without_request(call: Call) -> Expr:
-    is_request = call.op.same_as(_FUNC_CALL) and str(call.args[0].value) in REQUESTS
-    return tirx.IntImm("int32", 0) if is_request else call
+def _without_loads_ahead(call: Call) -> Expr:
+    is_ahead = call.op.same_as(_FUNC_CALL) and str(call.args[0].value) in LOADS_AHEAD
+    return tirx.IntImm("int32", 0) if is_ahead else call
+
+
+# ---- which launches have to be late
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """How Relax functions call PrimFuncs.
+
+    Attributes
+    ----------
+    orders : tuple of tuple of (str, bool)
+        For each Relax function the PrimFuncs that it calls, in order, and whether always.
+    weights : dict of str to set of int
+        By PrimFunc, the parameters that are a weight in each call: no launch of a call writes it.
+    """
+
+    orders: tuple[tuple[tuple[str, bool], ...], ...]
+    weights: Mapping[str, Set[int]]
+
+    @classmethod
+    def of(cls, mod: tvm.IRModule, weights: Mapping[str, Sequence[Weight]]) -> Calls:
+        """Those of a lowered module, the last parameters of whose functions are their `weights`."""
+        orders, found = [], {}
+        for gvar, func in mod.functions_items():
+            if not isinstance(func, relax.Function):
+                continue
+            count = len(weights.get(gvar.name_hint, ()))
+            own = set(func.params[len(func.params) - count :])
+            order: list[tuple[str, bool]] = []
+            for call, always in _calls(func.body, True):
+                order.append((call.op.name_hint, always))
+                here = {i for i, arg in enumerate(call.args) if arg in own}
+                found[call.op.name_hint] = found.get(call.op.name_hint, here) & here
+            orders.append(tuple(order))
+        return cls(tuple(orders), found)
+
+    def late(self, reads: Mapping[str, Sequence[int]]) -> set[str]:
+        """The PrimFuncs to launch late: what is called before, or as, the first of each function
+        that launches kernels, and what reads ahead of what is no weight. `reads` has the parameters
+        that each which launches kernels reads ahead.
+        """
+        found = {
+            name
+            for name, read in reads.items()
+            if not self.weights.get(name, set()).issuperset(read)
+        }
+        for order in self.orders:
+            for name, always in order:
+                found.add(name)
+                if always and name in reads:
+                    break
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchTimes:
+    """Kernels that wait, with those launched late that have to be; `late` names PrimFuncs."""
+
+    late: Set[str]
+
+    @classmethod
+    def of(cls, host: tvm.IRModule, calls: Calls | None) -> LaunchTimes:
+        """From the host functions of a module, which launch its kernels."""
+        reads = {
+            gvar.name_hint: [int(number) for number in func.attrs.get(READS_AHEAD, ())]
+            for gvar, func in host.functions_items()
+            if _launches(func)
+        }
+        return cls(frozenset(calls.late(reads) if calls else reads))
+
+    def __call__(self, kernels: tvm.IRModule) -> tvm.IRModule:
+        """The kernels of one launch: late, if that is to be."""
+        functions = {
+            gvar: self._on_time(gvar.name_hint, func) for gvar, func in kernels.functions_items()
+        }
+        return tvm.IRModule(functions, attrs=kernels.attrs)
+
+    def _on_time(self, kernel: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
+        names = [str(name) for name in func.attrs.get(LAUNCH_PARAMS, ())]
+        is_late = any(kernel.startswith(f"{name}_kernel") for name in self.late)
+        if EARLY not in names or not is_late:
+            return func
+        return func.with_attr(LAUNCH_PARAMS, [name for name in names if name != EARLY])
+
+
+def _launches(func: tirx.PrimFunc) -> bool:
+    """Whether a host function launches kernels."""
+
+    def visit(call: Call) -> tvm_ffi.VisitInterrupt | None:
+        launches = str(getattr(call.op, "name", "")).endswith(LAUNCH)
+        return tvm_ffi.VisitInterrupt() if launches else None
+
+    return tvm_ffi.structural_walk(func.body, [(Call, visit)]) is not None
+
+
+def _calls(body: relax.Expr, always: bool) -> Iterator[tuple[relax.Call, bool]]:
+    """Calls of PrimFuncs in order, and whether each takes place in each call of the function."""
+    if not isinstance(body, relax.SeqExpr):
+        return
+    for block in body.blocks:
+        for binding in block.bindings:
+            value = binding.value
+            if isinstance(value, relax.If):
+                yield from _calls(value.true_branch, False)
+                yield from _calls(value.false_branch, False)
+            elif isinstance(value, Call) and isinstance(value.op, tvm.ir.GlobalVar):
+                yield value, always

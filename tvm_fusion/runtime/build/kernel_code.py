@@ -18,7 +18,7 @@ from tvm.tirx.build import codegen_build, split_host_device_mods
 
 from ...errors import BuildError
 from . import cubin_cache
-from .early_launches import DYNAMIC_SMEM, launched_early
+from .early_launches import DYNAMIC_SMEM, LAUNCH, launched_early
 from .lowering import mixed_tir_pipeline, without_entry
 
 _DEVICE_KERNEL = 2  # tvm::CallingConv::kDeviceKernelLaunch
@@ -185,7 +185,6 @@ def _summary(error: Exception) -> str:
 
 # ---- CUDA sources of written kernels, with what each launch asks for, without building a module.
 
-_LAUNCH = "call_ffi_kernel"
 _THREADS = ("threadIdx.x", "threadIdx.y", "threadIdx.z")
 
 
@@ -247,7 +246,7 @@ def _launches(host: tvm.IRModule) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
 
     def see(call: Call) -> None:
-        if str(getattr(call.op, "name", "")).endswith(_LAUNCH):
+        if str(getattr(call.op, "name", "")).endswith(LAUNCH):
             names = [str(n) for n in call.attrs["launch_params"]]
             values = list(call.args)[len(call.args) - len(names) :]
             found[str(call.args[0].value)] = {

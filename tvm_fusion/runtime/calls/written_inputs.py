@@ -109,6 +109,27 @@ def written_inputs(mod: tvm.IRModule, function: str = "main") -> tuple[int, ...]
     return tuple(sorted(last_writes(main)))
 
 
+def writes_constants(mod: tvm.IRModule) -> bool:
+    """Whether a call of some function writes into a constant, or a view of one."""
+    for func in mod.functions.values():
+        if not isinstance(func, relax.Function):
+            continue
+        bound = dict(relax.analysis.get_var2val(func).items())
+        for call in expressions_of(func, relax.Call):
+            name = getattr(call.op, "name", None)
+            targets = _targets(call) if name in _WRITING else []
+            if any(isinstance(_without_views(t, bound), tvm.ir.Constant) for t in targets):
+                return True
+    return False
+
+
+def _without_views(value: relax.Expr, bound: Mapping[relax.Var, Any]) -> Any:
+    value = bound_value(value, bound)
+    while isinstance(value, relax.Call) and getattr(value.op, "name", None) in _VIEWS:
+        value = bound_value(value.args[0], bound)
+    return value
+
+
 def refuse_lost_writes(signature: Signature, writes: Sequence[int], inputs: Sequence[Any]) -> None:
     """Check that inputs can be written to, element by element.
 

@@ -23,14 +23,13 @@ from tvm.script import tirx as T
 from ....config import HardwareProfile
 from ...gemm.mma.units import CHUNK, commit_async, copy_async, wait_async, warp_sync
 from ...gpu.access import is_multiple
-from ...gpu.ahead import GRANULE, asks_ahead, before_wait, bring_bytes, bytes_of_block
 from ...gpu.frame import then
 from ...gpu.intrinsics import cluster_arrive
 from ...gpu.memory import shared_pool
 from ...gpu.product_frame import Frame, lower, open_kernel
 from ...program.expr import conjunction, constant, convert
 from ..read.model import Attention
-from ..tiled.source import Lines, Source, lies_in_one_piece
+from ..tiled.source import Lines, Source
 from .combine import Combine
 from .config import WARP, DecodeConfig, Tile
 from .problem import DecodeProblem, read_decode
@@ -134,17 +133,15 @@ def emit_attention_decode(
         config = attention_decode_ranked(attention, hw)[0][1]
     check_config(problem, config, hw)
     with open_kernel(attention) as frame:
-        _Kernel(frame, problem, config, hw).emit()
+        _Kernel(frame, problem, config).emit()
     return frame.func
 
 
 class _Kernel:
     """One kernel: clusters over units and chunks of their rows."""
 
-    def __init__(
-        self, frame: Frame, problem: DecodeProblem, config: DecodeConfig, hw: HardwareProfile
-    ):
-        self.frame, self.problem, self.config, self.hw = frame, problem, config, hw
+    def __init__(self, frame: Frame, problem: DecodeProblem, config: DecodeConfig):
+        self.frame, self.problem, self.config = frame, problem, config
         self.attention = problem.attention
         self.layout = sizes_of(problem).layout(config)
 
@@ -156,9 +153,6 @@ class _Kernel:
         block = T.cta_id([blocks if isinstance(blocks, int) else convert(blocks, "int32")])
         self.rank = T.cta_id_in_cluster([split]) if split > 1 else None
         self.thread = T.thread_id([config.threads])
-        if asks_ahead(self.hw) and isinstance(blocks, int) and isinstance(self.attention.N, int):
-            with before_wait():
-                self._ask_ahead(block, blocks)
         self._memory()
         if split > 1:
             T.evaluate(cluster_arrive())
@@ -177,32 +171,6 @@ class _Kernel:
         combine.publish(self.softmax, self.sums, self.lane, self.warp)
         T.evaluate(T.cuda.cta_sync())
         combine.emit(self.unit, self.first_row)
-
-    def _ask_ahead(self, block: Expr, blocks: int) -> None:
-        """Asks for the keys and values of the first steps of the block's warps."""
-        config, problem, frame = self.config, self.problem, self.frame
-        keys = config.warps * config.step  # of all warps of a block, in a turn
-        number = T.truncdiv(block, problem.chunks * config.split)
-        unit = problem.unit_env(T.Bind(convert(number, frame.index)), frame)
-        env = problem.row_env(unit, constant(0, frame.index), frame)
-        sources = [s for s in (problem.k, problem.v) if lies_in_one_piece(s)]
-        most = bytes_of_block(self.hw, blocks, config.threads) // max(len(sources), 1)
-        for thread, source in enumerate(sources):
-            size = keys * source.extent * source.size
-            turns = min(self.attention.N // (keys * config.split), most // size)
-            if not turns or size % GRANULE:
-                continue
-            with T.If(self.thread == thread), T.Then():
-                lines = Lines(frame, source, self.attention.keys, env)
-                lines.prepare()
-                with T.serial(0, turns, unroll=False) as turn:
-                    first = (
-                        turn * config.split
-                        if self.rank is None
-                        else (turn * config.split + self.rank)
-                    )
-                    at = lines.at(T.Bind(first * keys), constant(0, "int32"))
-                    T.evaluate(bring_bytes(lines.pointer, size, at))
 
     def _memory(self) -> None:
         layout = self.layout

@@ -101,11 +101,6 @@ def read_source(
     return Source(load, offset, access, along, head, extent, piece)
 
 
-def lies_in_one_piece(source: Source) -> bool:
-    """Whether each row of a head starts where the one before it ends."""
-    return source.rows is not None and [row.stride for row in source.rows] == [source.extent]
-
-
 def _shape(params: Sequence[Param], load: TensorLoad) -> tuple[Extent, ...]:
     return next(p.shape for p in params if p.var.same_as(load.source))
 

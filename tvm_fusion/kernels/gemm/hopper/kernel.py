@@ -21,7 +21,6 @@ from tvm.script import tirx as T
 from ....config import HardwareProfile, Policy
 from ....errors import Unsupported
 from ...contraction.reader import Contraction
-from ...gpu.ahead import asks_ahead, before_wait, bytes_of_block
 from ...gpu.product_frame import Frame, Grid, open_kernel
 from ..side_by_side import SegmentGrid
 from .configs import rank_configs
@@ -29,7 +28,7 @@ from .consumer import Consumer
 from .model import HopperProblem
 from .plan import HopperConfig, Plan, make_plan
 from .problem import read_problems
-from .producer import emit_producer, emit_requests
+from .producer import emit_producer
 from .state import Hopper, allocate, encode_maps, initialise_barriers, set_registers
 
 
@@ -121,7 +120,7 @@ def emit_problem(
     """
     plan = make_plan(problem, config, hw)
     with open_kernel(problem.contraction) as frame:
-        _emit(frame, problem, plan, hw)
+        _emit(frame, problem, plan)
     return frame.func
 
 
@@ -144,7 +143,7 @@ def _grid(problem: HopperProblem, plan: Plan) -> Grid | SegmentGrid:
     return Grid("int32", problem.batch, problem.M, problem.columns, *tile)
 
 
-def _emit(frame: Frame, problem: HopperProblem, plan: Plan, hw: HardwareProfile) -> None:
+def _emit(frame: Frame, problem: HopperProblem, plan: Plan) -> None:
     """The kernel: set-up, then producer and consumers apart."""
     kernel = Hopper(frame, problem, plan, _grid(problem, plan), encode_maps(frame, problem, plan))
     T.device_entry()
@@ -153,9 +152,6 @@ def _emit(frame: Frame, problem: HopperProblem, plan: Plan, hw: HardwareProfile)
         kernel.rank = T.cta_id_in_cluster([plan.cluster])
         kernel.cluster = T.Bind(T.truncdiv(kernel.cluster, plan.cluster))
     kernel.thread = T.thread_id([plan.threads])
-    if asks_ahead(hw) and isinstance(plan.blocks, int):
-        with before_wait():
-            emit_requests(kernel, bytes_of_block(hw, plan.blocks, plan.threads))
     kernel.shared = allocate(problem, plan)
     # The same for all threads of a warp, and the compiler knows it.
     warpgroup = T.alloc_local((1,), "int32")

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tvm import tirx
-from tvm.ir import Expr, Var
+from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from ...gpu.product_frame import Grid, Tile
-from ...gpu.tensor_map import TensorMap
 from ..side_by_side import SegmentGrid
 from .model import BOX, STEP_BYTES, HopperSegment, WindowPart, Windows
 from .state import Hopper, Ring, expect, wait
@@ -354,45 +353,6 @@ def _load_b(
 
     Blocks that share them take turns in loading their pieces for all.
     """
-
-    def load(box: TensorMap, handle: Var, place: dict[str, Expr], row: Expr) -> None:
-        target = kernel.shared.b.ptr_to([stage, row * STEP_BYTES])
-        box.load(target, handle, place, barrier, kernel.plan.config.multicast)
-
-    _each_box_of_b(kernel, number, tile, term, load, place_in_stage)
-
-
-def emit_requests(kernel: Hopper, most: int) -> None:
-    """Asks for the weights of the first steps of the block's first tile, about `most` bytes."""
-    if kernel.problem.streams or kernel.problem.has_windows:
-        return
-    steps = min(kernel.plan.least_steps, most // kernel.plan.b_bytes)
-    if not steps:
-        return
-
-    def bring(box: TensorMap, handle: Var, place: dict[str, Expr], _row: Expr) -> None:
-        box.bring(handle, place)
-
-    terms = Terms(kernel)
-    with T.If(kernel.thread == 0), T.Then():
-        tile = kernel.tile(T.int32(0))
-        with T.serial(0, steps, unroll=False) as step:
-            term = terms.at(step)
-            for number, own in kernel.grid.each_segment(tile):
-                _each_box_of_b(kernel, number, own, term, bring)
-
-
-def _each_box_of_b(
-    kernel: Hopper,
-    number: int,
-    tile: Tile,
-    term: dict[str, Expr],
-    emit: Callable[[TensorMap, Var, dict[str, Expr], Expr], None],
-    place_in_stage: int = 0,
-) -> None:
-    """Emits what is done with each box of a step's B that this block brings in: its map, the
-    map's address, where it starts, and its row of the stage.
-    """
     plan, blocks = kernel.plan, kernel.plan.config.multicast
     at = {"batch": tile.batch, "n": tile.n * plan.out_n} | term
     k_major = kernel.problem.segments[number].b[0].k_major
@@ -411,5 +371,7 @@ def _each_box_of_b(
         with T.If(mine), T.Then():
             column = first * width
             row = place_in_stage * plan.config.block_n + product * plan.out_n + column
+            target = kernel.shared.b.ptr_to([stage, row * STEP_BYTES])
             place = at | {"n": at["n"] + column}
-            emit(plan.b_maps[number][product], kernel.maps.b[number][product], place, row)
+            handle = kernel.maps.b[number][product]
+            plan.b_maps[number][product].load(target, handle, place, barrier, blocks)

@@ -134,20 +134,15 @@ def paired(contraction: Contraction) -> Contraction:
 
 
 def _pair_size(contraction: Contraction, segment: Segment) -> int:
-    if any(terms_are_contiguous(contraction, segment, product) for product in segment.products):
-        return 1
-    return math.gcd(segment.partners.distance, PAIRED_COLUMNS)
-
-
-def terms_are_contiguous(contraction: Contraction, segment: Segment, product: Product) -> bool:
-    """Whether the weights of a column are a stored tensor's, one behind the other."""
-    load = product.b.load
-    if load is None:
-        return False
     shapes = {p.var: p.shape for p in contraction.params}
-    groups = {"batch": segment.batch, "n": segment.n, "k": product.k}
-    access = affine_access(load.indices, shapes[load.source], groups)
-    return access is not None and access.contiguous("k")
+    for product in segment.products:
+        load = product.b.load
+        if load is not None:
+            groups = {"batch": segment.batch, "n": segment.n, "k": product.k}
+            access = affine_access(load.indices, shapes[load.source], groups)
+            if access is not None and access.contiguous("k"):
+                return 1
+    return math.gcd(segment.partners.distance, PAIRED_COLUMNS)
 
 
 def tensor_dtype(contraction: Contraction) -> str:

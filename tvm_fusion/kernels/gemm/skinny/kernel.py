@@ -16,7 +16,6 @@ for the elements of the words that a thread has loaded.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,20 +26,13 @@ from tvm.script import tirx as T
 from ....config import HardwareProfile
 from ....errors import Unsupported
 from ...contraction.reader import Contraction, Product, Segment
-from ...gpu.ahead import GRANULE, asks_ahead, before_wait, bring_bytes, bytes_of_block
+from ...gpu.ahead import before_wait, reads_ahead
 from ...gpu.intrinsics import device_call
 from ...gpu.math_functions import product_of
 from ...gpu.memory import WIDEST, copy_registers
 from ...gpu.product_frame import Frame, coordinates, evaluate, open_kernel
-from ...program.expr import bytes_of, constant, convert, dtype_of
-from .config import (
-    STATIC_SMEM,
-    WARP,
-    SkinnyConfig,
-    check_problem,
-    paired,
-    terms_are_contiguous,
-)
+from ...program.expr import bytes_of, constant, convert
+from .config import STATIC_SMEM, WARP, SkinnyConfig, check_problem, paired
 from .fetch import Env, Fetch
 from .fma import FmaSum, Position, Step
 from .mma import MmaSum
@@ -179,8 +171,10 @@ class _Kernel:
     """One kernel: blocks over batch, segments and column tiles."""
 
     def __init__(self, frame: Frame, config: SkinnyConfig, hw: HardwareProfile):
-        self.frame, self.config, self.hw = frame, config, hw
+        self.frame, self.config = frame, config
         self.contraction = c = frame.contraction
+        # of a batch the right operands are hardly ever weights
+        self.reads_ahead = reads_ahead(hw) and c.batch == 1
         self.tiles = [-(-s.N // config.block_n) for s in c.segments]
         self.most = max(len(s.products) for s in c.segments)
         self.dtype = c.products[0].dtype
@@ -193,9 +187,6 @@ class _Kernel:
         T.device_entry()
         block = T.cta_id([per_batch * contraction.batch])
         self.thread = T.thread_id([config.threads])
-        if asks_ahead(self.hw) and contraction.batch == 1:
-            with before_wait():
-                self._ask_ahead(block)
         shape = (self.most * config.warps_k * contraction.M * config.block_n,)
         self.partials = T.alloc_shared(shape, self.dtype)
         self.ring = None
@@ -209,35 +200,6 @@ class _Kernel:
         if contraction.batch > 1:
             batch, tile = T.Bind(block // per_batch), T.Bind(block % per_batch)
         self._branch(batch, tile, 0)
-
-    def _ask_ahead(self, block: Expr) -> None:
-        """Asks for the first terms of the block's columns, a thread a column."""
-        first = 0
-        for segment, tiles in zip(self.contraction.segments, self.tiles, strict=True):
-            n = T.Bind((block - first) * self.config.block_n + self.thread)
-            mine = [block >= first, block < first + tiles]
-            mine += [self.thread < self.config.block_n, n < segment.N]
-            with T.If(functools.reduce(tirx.And, mine)), T.Then():
-                for product in segment.products:
-                    self._ask_for_column(segment, product, n)
-            first += tiles
-
-    def _ask_for_column(self, segment: Segment, product: Product, n: Expr) -> None:
-        """Asks for the first terms of a column, where its terms lie behind each other."""
-        load = product.b.load
-        if load is None or not terms_are_contiguous(self.contraction, segment, product):
-            return
-        columns = sum(tiles * self.config.block_n for tiles in self.tiles) * self.most
-        most = bytes_of_block(self.hw, sum(self.tiles), self.config.threads)
-        column = product.K * bytes_of(dtype_of(load))
-        size = min(column, most * sum(self.tiles) // columns) // GRANULE * GRANULE
-        if not size or column % WIDEST:
-            return
-        axes = coordinates(segment.batch, constant(0, "int32"), self.frame)
-        axes |= coordinates(segment.n, n, self.frame)
-        axes |= {axis.var: constant(0, "int32") for axis in product.k}
-        place = self.frame.place(load.indices, axes)
-        T.evaluate(bring_bytes(self.frame.buffers[load.source].ptr_to(place), size))
 
     def _branch(self, batch: Expr, tile: Expr, number: int) -> None:
         """Each segment where the tile is its own."""
@@ -279,12 +241,19 @@ class _Kernel:
             with T.If(chunk < part.chunks), T.Then():
                 self._together(part, [chunk])
 
-    def _together(self, part: FmaSum | MmaSum, chunks: list[Expr]) -> None:
-        """Some blocks of terms, the loads of all of them first."""
+    def _together(self, part: FmaSum | MmaSum, chunks: list[Expr], ahead: bool = False) -> None:
+        """Some blocks of terms, the loads of all of them first; weights `ahead` of the wait for
+        kernels in front.
+        """
         steps = [Step(chunk, {}, {}) for chunk in chunks]
         for step in steps:
             for key, values, unit in part.weights_of():
-                step.b[key] = values.load(part.env(values, step.chunk, unit))
+                env = part.env(values, step.chunk, unit)
+                step.b[key] = values.load(env, hint="ahead" if ahead else None)
+        if ahead:
+            loaded = (fetches for step in steps for fetches in step.b.values())
+            self.frame.read_ahead |= {fetch.source for fetches in loaded for fetch in fetches}
+            before_wait()
         for step in steps:
             part.load_rows(step)
         for step in steps:
@@ -301,11 +270,14 @@ class _Kernel:
                 return [T.Bind(base + u) for u in range(ahead)]
             return [T.Bind(start + (first * ahead + u) * stride) for u in range(count)]
 
-        if rounds == 1:
-            self._together(part, chunks(0, ahead))
-        elif rounds > 1:
-            with T.serial(0, rounds, unroll=False) as i:
-                self._together(part, chunks(i, ahead))
+        first = int(rounds > 0 and self.reads_ahead)
+        if first:
+            self._together(part, chunks(0, ahead), ahead=True)
+        if rounds - first == 1:
+            self._together(part, chunks(first, ahead))
+        elif rounds - first > 1:
+            with T.serial(0, rounds - first, unroll=False) as i:
+                self._together(part, chunks(i + first if first else i, ahead))
         if left:
             self._together(part, chunks(rounds, left))
 

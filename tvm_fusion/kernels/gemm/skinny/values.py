@@ -220,9 +220,9 @@ class Values:
             self._needed = self.reader.needed(variables(*wanted))
         return [f for f in self._needed if streamed is None or (f.piece == WIDEST) == streamed]
 
-    def load(self, env: Env, streamed: bool | None = None) -> Loaded:
-        """Emits loads of a block into registers."""
-        hint = self.reader.hint
+    def load(self, env: Env, streamed: bool | None = None, hint: str | None = None) -> Loaded:
+        """Emits loads of a block into registers, with the operand's own `hint` if None."""
+        hint = hint or self.reader.hint
         return {f: emit_fetch(f, self.frame, env, hint) for f in self.fetches(streamed)}
 
     def element_dtypes(self) -> set[str]:
