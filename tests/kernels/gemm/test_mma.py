@@ -440,3 +440,13 @@ def test_thin_products_get_thin_tiles():
     assert mma_ranked(thin, H200)[0][1].block_m == 16
     first = mma_ranked(LARGE["linear"], H200)[0][1]
     assert first.block_m * first.block_n >= 128 * 128
+
+
+@pytest.mark.parametrize("tile", [(64, 64, 32, 32), (128, 128, 64, 64)])
+def test_a_residual_of_16_rows_is_asked_for_before_warps_wait_for_each_other(tile):
+    shapes = [(256, 64), (64, 128), (256, 128)]
+    example = case("r", graphs.residual, shapes, lambda x, w, r: [x @ w + r])
+    source = cuda_source(emit(example, MmaConfig(*tile, 64, 3), A100))
+    summed, barrier = source.rindex("tvmf_mma_"), source.rindex("cta_sync();")
+    words_of_thread = 16 * tile[3] // 32 // 2
+    assert source[summed:barrier].count("p2_ptr[") == words_of_thread
