@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from functools import partial
 
+import tvm
 from tvm import relax, te, tirx
-from tvm.ir import Call, Op
+from tvm.ir import Call, Expr, Op
 
 from .legalizers import Legalizer
 
@@ -57,9 +58,18 @@ def _repeats(call: Call) -> list[int] | None:
             int(old) > 0 and int(new) % int(old) == 0
         ):
             found.append(int(new) // int(old))
+        elif (mode, rounding) == ("asymmetric", "floor") and _is_half(old, new):
+            found.append(2)
         else:
             return None
     return found
+
+
+def _is_half(old: Expr, new: Expr) -> bool:
+    """Whether a size is half of a symbolic one, rounded up: ``i * old // new`` is ``i // 2`` then,
+    also where the larger one is odd.
+    """
+    return tvm.sym.Analyzer().can_prove_equal(old, tirx.floordiv(new + 1, 2))
 
 
 ENLARGED: dict[str, Legalizer] = {

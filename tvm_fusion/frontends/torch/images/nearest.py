@@ -42,11 +42,25 @@ def _enlarged(importer: Importer, node: fx.Node) -> relax.Expr:
     enlarged = [size * count for size, count in zip(x.ty.shape, counts, strict=True)]
     if shape is not None and not are_equal(enlarged, shape):
         # PyTorch may know that twice (n - 1) // 2 + 1 is n, where n is even.
+        if counts[2:] == [2, 2]:
+            return importer.emit(_twice(x, shape[2:]))
         return importer.block_builder.emit_te(_repeated_by, x, counts, shape)
     for axis, count in enumerate(counts):
         if count > 1:
             x = importer.emit(relax.op.repeat(x, count, axis))
     return x
+
+
+def _twice(image: relax.Expr, shape: Sequence[Size]) -> relax.Expr:
+    """An operator that passes about layouts know; see `transform.lower.enlarged`."""
+    return relax.op.image.resize2d(
+        image,
+        relax.ShapeExpr(shape),
+        layout="NCHW",
+        method="nearest_neighbor",
+        coordinate_transformation_mode="asymmetric",
+        rounding_method="floor",
+    )
 
 
 def _repeated_by(x: te.Tensor, counts: Sequence[int], shape: Sequence[tvm.ir.Expr]) -> te.Tensor:
