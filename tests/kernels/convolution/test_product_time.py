@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tvm_fusion.config import load_policy, load_profile
@@ -61,8 +63,11 @@ def test_the_planner_predicts_what_the_forms_do(name, hw):
     assert 0.5 <= cuda_core_seconds(sizes(conv), hw) / ranked(conv, hw, SimtConfig) <= 1.5
 
 
-def test_tensor_cores_are_not_counted_on_for_float32_that_is_not_to_be_rounded():
-    assert mma_seconds(sizes(UP), H200, POLICY) is None
+def test_float32_takes_three_products_unless_it_may_be_rounded():
+    large = sizes(dataclasses.replace(UP, sizes=(64, 64), channels=256, filters=256))
+    allowed = dataclasses.replace(POLICY, allow_tf32=True)
+    split, rounded = (mma_seconds(large, H200, policy) for policy in (POLICY, allowed))
+    assert 1.5 * rounded < split < 5 * rounded
 
 
 def test_a_position_of_a_transposed_convolution_meets_a_part_of_the_taps():

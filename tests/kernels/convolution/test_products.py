@@ -217,11 +217,11 @@ def test_eight_bits_are_summed_up_exactly(dtype, out, channels, layout):
 
 @pytest.mark.parametrize("conv", [plain(data_layout="NHWC", weight_layout="OHWI"), plain()])
 def test_float32_is_rounded_to_tf32_only_if_the_policy_allows_it(conv):
-    with pytest.raises(Unsupported, match="float32"):
-        MMA.rank(read(conv), H200, POLICY)
     allowed = dataclasses.replace(POLICY, allow_tf32=True)
-    config = MMA.rank(read(conv), H200, allowed)[0][1]
-    check(conv, MMA.emit(read(conv), H200, config), tolerance=2e-3)
+    for policy, tolerance in ((POLICY, 1e-6), (allowed, 2e-3)):
+        config = MMA.rank(read(conv), H200, policy)[0][1]
+        assert config.tf32 == policy.allow_tf32
+        check(conv, MMA.emit(read(conv), H200, config), tolerance=tolerance)
 
 
 def test_phases_of_as_many_taps_and_positions_are_a_batch():

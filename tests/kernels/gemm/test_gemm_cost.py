@@ -263,13 +263,13 @@ def test_half_products_go_to_mma_sync_on_ampere():
     assert form_chosen(4096, 4096, 4096, hw=A100) == "mma"
 
 
-def test_float32_stays_on_cuda_cores_unless_the_policy_allows_tf32():
+def test_float32_is_rounded_only_if_the_policy_allows_tf32():
     contraction = contraction_of(2048, 2048, 2048, dtype=FLOAT)
-    forms = [
-        WRITER.form_of(WRITER.ranked(contraction, A100, policy)[0][1]).name
+    configs = [
+        WRITER.ranked(contraction, A100, policy)[0][1]
         for policy in (DEFAULT, load_policy({"allow_tf32": True}))
     ]
-    assert forms == ["simt", "mma"]
+    assert [(c.split, c.tf32) for c in configs] == [(True, False), (False, True)]
 
 
 @pytest.mark.parametrize("name", policy_names())

@@ -1,6 +1,7 @@
 """The mma.sync GEMM: numbers on the emulator against float64, resources and PTX, refusals."""
 
 import dataclasses
+import itertools
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +16,7 @@ from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
 from tvm_fusion.kernels.gemm.mma.kernel import emit_gemm_mma
-from tvm_fusion.kernels.gemm.mma.plan import MmaConfig, Panel
+from tvm_fusion.kernels.gemm.mma.plan import MmaConfig, Panel, Words
 from tvm_fusion.kernels.gemm.mma.problem import Way, read_mma
 from tvm_fusion.kernels.gemm.mma.rank import TILES, mma_ranked
 
@@ -265,11 +266,54 @@ def test_float32_is_rounded_to_tf32_only_if_the_policy_allows_it(graph):
         "tf32", graph, shapes, lambda x, w: [x @ (w.T if graph is graphs.linear else w)], FLOAT
     )
     contraction = analyze_contraction(found.func())
-    with pytest.raises(Unsupported, match="float32"):
-        mma_ranked(contraction, H200, load_policy(None))
+    config = mma_ranked(contraction, H200, load_policy(None))[0][1]
+    assert (config.split, config.tf32) == (True, False)
+    check(found, emit_gemm_mma(contraction, H200, config))
     allowed = dataclasses.replace(load_policy(None), allow_tf32=True)
     config = mma_ranked(contraction, H200, allowed)[0][1]
+    assert (config.split, config.tf32) == (False, True)
     check(found, emit_gemm_mma(contraction, H200, config), slack=500.0)
+
+
+SPLIT = [MmaConfig(*tile, 64, 3, split=True) for tile in ((32, 64, 16, 32), (64, 32, 32, 16))]
+FLOATS = [
+    (graphs.linear, (40, 36), (72, 36), (Way.COPY, True)),
+    (graphs.linear, (33, 41), (65, 41), (Way.COPY, True)),
+    (graphs.left_transposed, (36, 40), (36, 72), (Way.COPY, False)),
+    (graphs.left_transposed, (41, 33), (41, 65), (Way.COPY, False)),
+]
+
+
+@pytest.mark.parametrize(("graph", "x", "w", "way"), FLOATS, ids=range(len(FLOATS)))
+@pytest.mark.parametrize("config", SPLIT, ids=lambda c: f"{c.block_m}x{c.block_n}")
+def test_float32_of_any_layout_is_multiplied_in_parts(graph, x, w, way, config):
+    def reference(x, w):
+        return [x.T @ w if graph is graphs.left_transposed else x @ w.T]
+
+    found = case("split", graph, [x, w], reference, FLOAT)
+    (segment,) = read_mma(analyze_contraction(found.func()), H200, True)
+    assert {(s.way, s.k_major) for loop in segment.loops for s in (loop.a, *loop.b)} == {way}
+    check(found, emit(found, config))
+
+
+def test_parts_of_float32_keep_infinities_and_the_largest_numbers():
+    largest = np.finfo(FLOAT).max
+    x = np.zeros((16, 16), FLOAT)
+    x[0, :2] = np.inf, 3.0
+    x[1, :2] = -np.inf, np.inf
+    x[2, 0] = np.nan
+    x[3, 0] = largest
+    x[4, 0] = 1e-30
+    w = np.ones((16, 16), FLOAT)
+    w[1] = np.float32(1 / 3)
+    w[2, 0] = np.inf
+    found = case("largest", graphs.linear, [(16, 16), (16, 16)], None, FLOAT)
+    (out,) = outputs_of(found.func(), 2)
+    assert run_cuda_on_cpu(emit(found, SPLIT[0]), [x, w, out]) == 1
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = x.astype(np.float64) @ w.astype(np.float64).T
+    expected[np.abs(expected) > largest] *= np.inf
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("extent", [1, 5, 70])
@@ -372,6 +416,21 @@ def test_the_kernel_consists_of_the_instructions_it_is_for():
     assert ".local" not in ptx
 
 
+@pytest.mark.parametrize("side", ["m", "n"])
+@pytest.mark.parametrize("rows", [16, 32, 128])
+def test_words_lie_in_different_banks(rows, side, monkeypatch):
+    """Each of 128 bytes once: what the lanes of a warp read of 8 rows and 4 terms."""
+    monkeypatch.setattr(T, "Bind", lambda value: value)
+    panel, analyzer = Panel(rows, 64, False, 4), tvm.sym.Analyzer()
+    lanes = [Words(panel, side, T.int32(lane), T.int32(0)) for lane in range(32)]
+    seen = set()
+    for tile, turn, number in itertools.product(range(rows // 16), range(2), range(4)):
+        places = [int(analyzer.simplify(lane.place(tile, turn, number))) for lane in lanes]
+        assert len({p % 128 for p in places}) == 32
+        seen |= {*places}
+    assert seen == {*range(0, panel.size, 4)}
+
+
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
 @pytest.mark.parametrize("k_major", [True, False])
 @pytest.mark.parametrize("step_bytes", [64, 128])
@@ -404,7 +463,6 @@ def test_kernels_keep_the_parameters_and_equal_functions_give_equal_kernels():
 @pytest.mark.parametrize(
     ("inputs", "why"),
     [
-        ((((64, 64), FLOAT), ((64, 64), FLOAT)), "float32"),
         ((((64, 64), "float64"), ((64, 64), "float64")), "float64"),
         ((((64, 64), "int32"), ((64, 64), "int32")), "integer"),
     ],

@@ -15,7 +15,7 @@ from ..gemm.mma import rank
 from ..gemm.mma.problem import COPY_BYTES, INT8_DTYPES, Way
 from ..gemm.simt.config import START_SECONDS, simt_seconds
 from ..gemm.simt.kernel import CONFIGS
-from ..gemm.time import MMA_STEPS, MMA_TILES, WARP
+from ..gemm.time import MMA_STEPS, MMA_TILES, MOST_SPLIT, WARP
 from ..program.expr import FLOAT8_DTYPES, HALF_DTYPES
 from .sizes import Sizes
 
@@ -24,7 +24,8 @@ def mma_seconds(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> float | No
     """Seconds of the sums and their epilogue by mma.sync, without the start of a launch; None where
     tensor cores do not take the dtype.
     """
-    rate = _rate(sizes.dtype, hw, policy)
+    rate = _rate(sizes.dtype, hw)
+    split = sizes.dtype == "float32" and not policy.allow_tf32
     if rate is None:
         return None
     share = rank.SM90_SHARE if hw.architecture.is_rated_by_wgmma else rank.PEAK_SHARE
@@ -38,6 +39,8 @@ def mma_seconds(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> float | No
         ways.reverse()
     stored, best = rank.EPILOGUE_SECONDS / 128**2, math.inf
     for (block_m, block_n, reads), step in itertools.product(MMA_TILES, MMA_STEPS):
+        if split and block_m * block_n > MOST_SPLIT:
+            continue
         tiles = sizes.groups * -(-m // block_m) * -(-n // block_n)
         turns = -(-tiles // hw.num_sms)
         chunks = [block * step / 16 / WARP for block in (block_m, block_n)]
@@ -46,7 +49,7 @@ def mma_seconds(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> float | No
             for count, (way, piece) in zip(chunks, ways, strict=True)
         )
         tile = block_m, block_n, reads
-        each = rank.tile_step_seconds(tile, step, size, units, flops, clock)
+        each = rank.tile_step_seconds(tile, step, size, units, flops, clock, split)
         body = sum(-(-depth // step) for depth in depths) * (each + waiting / min(turns, 2))
         body += stored * block_m * block_n / min(turns, 2)
         best = min(best, turns * body)
@@ -61,11 +64,11 @@ def cuda_core_seconds(sizes: Sizes, hw: HardwareProfile) -> float:
     return min(simt_seconds([segment], c, hw, 0.0) for c in CONFIGS) - START_SECONDS
 
 
-def _rate(dtype: str, hw: HardwareProfile, policy: Policy) -> float | None:
+def _rate(dtype: str, hw: HardwareProfile) -> float | None:
     if not hw.architecture.has_mma:
         return None
     if dtype == "float32":
-        return hw.tensor_flop_per_s.get("tfloat32") if policy.allow_tf32 else None
+        return hw.tensor_flop_per_s.get("tfloat32")
     if dtype in FLOAT8_DTYPES and not hw.architecture.has_float8_mma:
         return None
     if dtype in (*HALF_DTYPES, *FLOAT8_DTYPES, *INT8_DTYPES):

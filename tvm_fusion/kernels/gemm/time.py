@@ -47,6 +47,8 @@ MMA_TILES = (
     *((64, 64, 2), (32, 64, 2), (16, 128, 2), (16, 64, 2)),
 )
 MMA_STEPS = (64, 128)  # bytes of terms
+# Elements of a tile whose float32 operands are split, which takes registers.
+MOST_SPLIT = 128 * 128
 WARP = 32
 
 # Columns of a warp of the skinny form, which computes A for each of its warps; share of the
@@ -84,6 +86,9 @@ def mma_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterato
     from .mma import rank
 
     dtype, rate = tensor_dtype(launch, hw, policy)
+    split = rate is None and launch.dtypes == {"float32"}
+    if split:
+        dtype, rate = "float32", "tfloat32"
     if dtype is None or not hw.architecture.has_mma or rate not in hw.tensor_flop_per_s:
         return
     share = rank.SM90_SHARE if hw.architecture.is_rated_by_wgmma else rank.PEAK_SHARE
@@ -95,6 +100,8 @@ def mma_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterato
     _, other, written, _ = launch.moved
     stored = rank.EPILOGUE_SECONDS / 128**2 * (1 + (other / written if other >= written else 0))
     for (block_m, block_n, warps), step in itertools.product(MMA_TILES, MMA_STEPS):
+        if split and block_m * block_n > MOST_SPLIT:
+            continue
         turns = -(-launch.tiles(block_m, block_n) // hw.num_sms)
         chunks = [n * step / 16 / WARP for n in (block_m, block_n)]
         units = sum(
@@ -104,7 +111,9 @@ def mma_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterato
         alone = waiting * slow / min(turns, 2)
         steps = -(-depth // step)
         tile = block_m, block_n, warps
-        body = steps * (rank.tile_step_seconds(tile, step, size, units, flops, clock) + alone)
+        body = steps * (
+            rank.tile_step_seconds(tile, step, size, units, flops, clock, split) + alone
+        )
         body += stored * block_m * block_n / min(turns, 2)
         runs = launch.runs(block_m, block_n)
         yield _other(launch, hw, "mma", "tensor", turns * body, rank.START_SECONDS, runs, 4.0)

@@ -12,6 +12,8 @@ through registers, where they may be computed. Warps read fragments of the next 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
@@ -25,10 +27,18 @@ from ..side_by_side import grid_of
 from .computed import Compute
 from .epilogue import CHUNK, Epilogue, Layout
 from .operand import Copy, Loader, Place, Shift
-from .plan import Fragments, MmaConfig
+from .plan import Fragments, MmaConfig, Words
 from .problem import Loop, MmaSegment, Way, read_mma
 from .rank import check_config, mma_ranked, ring_bytes, table_bytes
-from .units import commit_async, load_matrices, multiply, round_tf32, wait_async
+from .split import SplitProducts
+from .units import (
+    commit_async,
+    load_matrices,
+    multiply,
+    round_tf32,
+    shared_word,
+    wait_async,
+)
 from .windows import Evaluate, Gather, WindowCopy
 
 WORDS_AHEAD = 64
@@ -53,7 +63,7 @@ def emit_gemm_mma(
     ----------
     contraction : Contraction
         float16 or bfloat16 operands of any layout, computed ones too (with sums in float32), plain
-        8-bit integers and floats, float32 where the configuration allows tfloat32; any epilogue,
+        8-bit integers and floats, float32 that the configuration rounds or splits; any epilogue,
         any sizes, symbolic ones too.
     hw : HardwareProfile
         A CUDA device with cp.async: sm_80 or later.
@@ -73,7 +83,7 @@ def emit_gemm_mma(
     """
     if config is None:
         config = mma_ranked(contraction, hw, None)[0][1]
-    segments = read_mma(contraction, hw, config.tf32)
+    segments = read_mma(contraction, hw, config.takes_float32)
     check_config(segments, config, hw)
     with open_kernel(contraction) as frame:
         _Kernel(frame, segments, config).emit()
@@ -163,7 +173,7 @@ class _MainLoop:
         for loader in self.tabled:
             loader.table = kernel.table
         self.fragments = [
-            Fragments(
+            (Words if x.panel.by_words else Fragments)(
                 x.panel,
                 x.source.side,
                 kernel.lane,
@@ -174,6 +184,7 @@ class _MainLoop:
         # Two sets of registers: one is multiplied while the other is filled.
         self.a = T.alloc_local((2 * c.tiles_m * 4,), "uint32")
         self.b = [T.alloc_local((2 * c.tiles_n * 2,), "uint32") for _ in loop.b]
+        self.split = SplitProducts(c) if c.split and loop.a.dtype == "float32" else None
 
     def emit(self) -> None:
         c = self.config
@@ -182,15 +193,47 @@ class _MainLoop:
         self._fill()
         with T.serial(0, self.steps, unroll=False) as step:
             stage, following = T.Bind(step % c.stages), T.Bind((step + 1) % c.stages)
-            for turn in range(c.rounds):
-                last = turn == c.rounds - 1
-                if last:
-                    T.evaluate(wait_async(c.stages - 2))
-                    T.evaluate(T.cuda.cta_sync())
-                self._read(following if last else stage, (turn + 1) % c.rounds)
-                if turn == 0:
-                    self._ahead(step)
-                self._multiply(turn)
+            emit = self._split_step if self.split else self._step
+            emit(step, stage, following)
+
+    def _step(self, step: Expr, stage: Expr, following: Expr) -> None:
+        """A step, a round at a time: the next one's fragments arrive in registers meanwhile."""
+        c = self.config
+        for turn in range(c.rounds):
+            last = turn == c.rounds - 1
+            if last:
+                T.evaluate(wait_async(c.stages - 2))
+                T.evaluate(T.cuda.cta_sync())
+            self._read(following if last else stage, (turn + 1) % c.rounds)
+            if turn == 0:
+                self._ahead(step)
+            self._multiply(turn)
+
+    def _split_step(self, step: Expr, stage: Expr, following: Expr) -> None:
+        """A step of split operands, two rounds at a time: the fragments of the next two arrive in
+        the registers of those that were split.
+        """
+        for turn in range(0, self.config.rounds, 2):
+            last = turn == self.config.rounds - 2
+            if turn == 0:
+                self._ahead(step)
+            if last:
+                T.evaluate(wait_async(self.config.stages - 2))
+                T.evaluate(T.cuda.cta_sync())
+            source, behind = (following, 0) if last else (stage, turn + 2)
+            self.split.take(self.a)
+            self._read_pair(0, range(self.config.warp_m // 16), source, behind)
+            for tile in range(self.config.warp_n // 16):
+                for number, sums in enumerate(self.sums):
+                    for column in (2 * tile, 2 * tile + 1):
+                        self.split.multiply(self.b[number], sums, column)
+                    self._read_pair(number + 1, [tile], source, behind)
+
+    def _read_pair(self, number: int, tiles: Iterable[int], stage: Expr, turn: int) -> None:
+        """Fragments of two rounds, of some tiles of an operand."""
+        for tile in tiles:
+            for half in range(2):
+                self._read_tile(number, tile, stage, turn + half)
 
     def _fill(self) -> None:
         """The first steps' slices, and the first fragments."""
@@ -209,6 +252,8 @@ class _MainLoop:
         T.evaluate(wait_async(self.config.stages - 2))
         T.evaluate(T.cuda.cta_sync())
         self._read(T.int32(0), 0)
+        if self.split:
+            self._read(T.int32(0), 1)
 
     def _bring(self, step: Expr, stored: bool) -> None:
         """A slice for the stage of its number; `stored`: at once, where it passes registers."""
@@ -251,18 +296,29 @@ class _MainLoop:
     def _read(self, stage: Expr, turn: int) -> None:
         """Fragments of one round."""
         c = self.config
-        for number, (loader, fragments) in enumerate(
-            zip(self.loaders, self.fragments, strict=True)
-        ):
+        for number in range(len(self.loaders)):
             registers = self.b[number - 1] if number else self.a
             tiles = (c.warp_n if number else c.warp_m) // 16
             for tile in range(tiles):
-                target = registers.ptr_to([(turn % 2 * tiles + tile) * 4])
-                place = loader.place.at(stage, fragments.place(tile, turn))
-                T.evaluate(load_matrices(target, place, not loader.panel.k_major))
-            if self.loop.a.dtype == "float32":
+                self._read_tile(number, tile, stage, turn)
+            if self.loop.a.dtype == "float32" and not self.split:
                 with T.serial(tiles * 4, unroll=True) as i:
                     T.evaluate(round_tf32(registers.ptr_to([turn % 2 * tiles * 4 + i])))
+
+    def _read_tile(self, number: int, tile: int, stage: Expr, turn: int) -> None:
+        """Fragments of 16 rows of an operand, for one round."""
+        loader, fragments = self.loaders[number], self.fragments[number]
+        registers = self.b[number - 1] if number else self.a
+        tiles = (self.config.warp_n if number else self.config.warp_m) // 16
+        first = (turn % 2 * tiles + tile) * 4
+        if loader.panel.by_words:
+            for i in range(4):
+                place = loader.place.at(stage, fragments.place(tile, turn, i))
+                T.buffer_store(registers, shared_word(place), [first + i])
+            return
+        place = loader.place.at(stage, fragments.place(tile, turn))
+        target = registers.ptr_to([first])
+        T.evaluate(load_matrices(target, place, not loader.panel.k_major))
 
     def _multiply(self, turn: int) -> None:
         """The products of one round."""

@@ -12,8 +12,10 @@ from .units import CHUNK
 # Bytes of the terms that one mma.sync takes of a row of A, whatever the dtype: 16 halves.
 TERM_BYTES = 32
 
-# Chunks that lie in one pass over all banks of shared memory.
+# Chunks that lie in one pass over all banks of shared memory, and those of 8 rows of 4 bytes.
 BANK_CHUNKS = 8
+WORD_CHUNKS = 2
+WORD_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ class MmaConfig(WarpTiles):
     step_bytes : bytes of each row that one step takes (64 or 128).
     stages : slices in shared memory, at least 3.
     group_m : row tiles that neighbouring blocks share a column tile over.
-    tf32 : float32 operands may be rounded to tfloat32.
+    tf32 : float32 operands are rounded to tfloat32, because the policy allows it.
+    split : float32 operands are taken in two parts each, of which three products are added up.
     wide : outputs leave through shared memory in 16-byte stores, where they can.
     """
 
@@ -75,11 +78,17 @@ class MmaConfig(WarpTiles):
     group_m: int = 8
     tf32: bool = False
     wide: bool = True
+    split: bool = False
 
     @property
     def rounds(self) -> int:
         """mma.sync steps within a step."""
         return self.step_bytes // TERM_BYTES
+
+    @property
+    def takes_float32(self) -> bool:
+        """Whether operands may be float32."""
+        return self.tf32 or self.split
 
     def stage_bytes(self, columns: int) -> int:
         """Shared memory of a stage whose loop has `columns` B operands."""
@@ -91,7 +100,8 @@ class Panel:
     """An operand's slice in shared memory: lines of 16-byte chunks in swizzled order.
 
     `k_major`: a line is the terms of a row; otherwise the rows of a term. Chunks change places with
-    the number of their line so that 8 lines' chunks of one number lie in different banks.
+    the number of their line so that 8 lines' chunks of one number lie in different banks, and
+    8 rows of 4 terms where elements of 4 bytes are read one by one (`Words`).
     """
 
     rows: int
@@ -110,6 +120,11 @@ class Panel:
         return self.rows if self.k_major else self.terms
 
     @property
+    def by_words(self) -> bool:
+        """Whether fragments are read element by element: ldmatrix transposes 16 bits only."""
+        return not self.k_major and self.element == 4
+
+    @property
     def terms(self) -> int:
         """Terms of a step."""
         return self.step_bytes // self.element
@@ -123,6 +138,8 @@ class Panel:
         """Byte offset of a chunk."""
         chunks = self.line // CHUNK
         turn = line * chunks // BANK_CHUNKS if chunks < BANK_CHUNKS else line
+        if self.by_words:
+            turn = turn * WORD_CHUNKS
         return line * self.line + T.bitwise_xor(chunk, turn % min(chunks, BANK_CHUNKS)) * CHUNK
 
 
@@ -156,3 +173,26 @@ class Fragments:
         return (
             T.bitwise_xor(self.start, T.int32(start * TERM_BYTES)) if start else self.start
         ) + far
+
+
+class Words:
+    """Where a thread finds the elements of fragments of 4 bytes, whose rows are neighbours in
+    shared memory: a register is row lane // 4, term lane % 4 of 8 x 4.
+    """
+
+    def __init__(self, panel: Panel, side: str, lane: Expr, first: Expr):
+        self.panel, self.side = panel, side
+        row = first + lane // 4
+        start = panel.place(lane % 4, row // WORD_ROWS) + row % WORD_ROWS * 4
+        # Chunks of 8 rows change places among those of 32.
+        self.starts = [
+            T.Bind(T.bitwise_xor(start, T.int32(eight * WORD_CHUNKS * CHUNK)))
+            for eight in range(min(4, panel.rows // 8))
+        ]
+
+    def place(self, tile: int, turn: int, number: int) -> Expr:
+        """Offset of register `number` of 16 rows number `tile`, terms number `turn` of a step."""
+        low, far = (number % 2, number // 2) if self.side == "m" else (number // 2, number % 2)
+        eights, eight = divmod(tile * 2 + low, len(self.starts))
+        line = turn * 8 + far * 4
+        return self.starts[eight] + (eights * len(self.starts) * 32 + line * self.panel.line)

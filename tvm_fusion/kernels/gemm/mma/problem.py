@@ -51,6 +51,9 @@ COPY_BYTES = (16, 8, 4)
 # Columns of the accumulators that 4 threads hold side by side.
 GROUP = 8
 
+# Sizes of elements whose fragments can be read where rows are neighbours.
+TRANSPOSED_BYTES = (2, 4)
+
 INT8_DTYPES = ("int8", "uint8")
 
 # The bit, in a table of terms, that those and rows have that exist.
@@ -147,8 +150,8 @@ class MmaSegment:
         return self.segment.groups
 
 
-def read_mma(contraction: Contraction, hw: HardwareProfile, tf32: bool) -> tuple[MmaSegment, ...]:
-    """The segments of a contraction.
+def read_mma(contraction: Contraction, hw: HardwareProfile, wide: bool) -> tuple[MmaSegment, ...]:
+    """The segments of a contraction; `wide`: operands may be float32.
 
     Raises
     ------
@@ -159,7 +162,7 @@ def read_mma(contraction: Contraction, hw: HardwareProfile, tf32: bool) -> tuple
     if not (hw.architecture.has_cp_async and hw.architecture.has_mma):
         raise Unsupported(f"{hw.arch} has no cp.async")
     contraction = in_pairs(contraction, _pair_size)
-    return tuple(_segment(contraction, s, hw, tf32) for s in contraction.segments)
+    return tuple(_segment(contraction, s, hw, wide) for s in contraction.segments)
 
 
 def _pair_size(segment: Segment) -> int:
@@ -168,7 +171,7 @@ def _pair_size(segment: Segment) -> int:
 
 
 def _segment(
-    contraction: Contraction, segment: Segment, hw: HardwareProfile, tf32: bool
+    contraction: Contraction, segment: Segment, hw: HardwareProfile, wide: bool
 ) -> MmaSegment:
     groups: list[list[Product]] = []
     for product in segment.products:
@@ -178,7 +181,7 @@ def _segment(
                 break
         else:
             groups.append([product])
-    loops = tuple(_loop(contraction, segment, group, hw, tf32) for group in groups)
+    loops = tuple(_loop(contraction, segment, group, hw, wide) for group in groups)
     axes = segment.groups
     others = (*segment.batch, *segment.n)
     segment = replace(segment, outputs=with_row_bits(segment.outputs, segment.m, others))
@@ -201,9 +204,9 @@ def _loop(
     segment: Segment,
     products: list[Product],
     hw: HardwareProfile,
-    tf32: bool,
+    wide: bool,
 ) -> Loop:
-    dtypes = [_dtypes(p, hw, tf32) for p in products]
+    dtypes = [_dtypes(p, hw, wide) for p in products]
     if len({a for a, _ in dtypes}) != 1 or len({bytes_of(b) for _, b in dtypes}) != 1:
         raise Unsupported("products of one operand in different dtypes")
     if len({p.dtype for p in products}) != 1:
@@ -216,7 +219,7 @@ def _loop(
     return Loop(products[0].K, a, b, tuple(products))
 
 
-def _dtypes(product: Product, hw: HardwareProfile, tf32: bool) -> tuple[str, str]:
+def _dtypes(product: Product, hw: HardwareProfile, wide: bool) -> tuple[str, str]:
     """The dtypes in which the tensor cores take A and B."""
     stored = [x.stored for x in (product.a, product.b)]
     plain = [None if load is None else dtype_of(load) for load in stored]
@@ -232,13 +235,13 @@ def _dtypes(product: Product, hw: HardwareProfile, tf32: bool) -> tuple[str, str
         return plain[0], plain[1]
     read = {d for x in (product.a, product.b) for d in _loaded(x) if not is_integer(d)}
     halves = read & set(HALF_DTYPES)
-    wide = read - halves - set(FLOAT8_DTYPES) - {"bool"}
+    others = read - halves - set(FLOAT8_DTYPES) - {"bool"}
     # A factor in float32 of an operand that was stored in half precision keeps it so.
-    rounded = product.stored_dtype in halves and not any(d in wide for d in plain)
-    if len(halves) == 1 and (not wide or rounded):
+    rounded = product.stored_dtype in halves and not any(d in others for d in plain)
+    if len(halves) == 1 and (not others or rounded):
         (half,) = halves
         return half, half
-    if read and wide <= {"float32"} and tf32:
+    if read and others <= {"float32"} and wide:
         return "float32", "float32"
     raise Unsupported(f"tensor cores do not multiply {', '.join(sorted(read)) or 'integers'}")
 
@@ -269,11 +272,10 @@ def _source(
         groups = {"batch": segment.batch, side: rows, "k": product.k}
         access = affine_access(load.indices, shape, groups) if shape else None
     along_k = access is None or access.contiguous("k") or not access.contiguous(side)
-    # ldmatrix transposes elements of 16 bits only.
-    k_major = along_k or bytes_of(dtype) != 2
+    k_major = along_k or bytes_of(dtype) not in TRANSPOSED_BYTES
     if access is None:
         along_k = k_major = _reads_along_k(contraction, segment, product, side, operand)
-        k_major = k_major or bytes_of(dtype) != 2
+        k_major = k_major or bytes_of(dtype) not in TRANSPOSED_BYTES
     way, piece = Way.COMPUTE, CHUNK
     inner = "k" if along_k else side
     if access is not None and dtype_of(load) == dtype and along_k == k_major:

@@ -14,6 +14,7 @@ from ...program.program import Param
 from ..epilogue import operation_s
 from .plan import MmaConfig
 from .problem import ENTRY_BYTES, Loop, MmaSegment, Source, Way, read_mma, rows_of
+from .split import A_REGISTERS, B_REGISTERS, PRODUCTS, SUMS
 
 # (block_m, block_n, warp_m, warp_n)
 TILES = (
@@ -52,6 +53,15 @@ HELD_REGISTERS = {
     Way.COMPUTE: 4,
 }
 MAX_SHIFTS = 8
+
+# Instructions of an element that is split, and of a sum of 8 terms that is added to the others.
+SPLIT_INSTRUCTIONS, SUM_INSTRUCTIONS = 3, 1
+# Share of the rate of tfloat32 that the products of split operands reach (H100, 2026-11-28: 75
+# kernels of seven shapes are off by 1 to 35 % a shape in the median, first choices lose 8 % at
+# most; 4096^3 takes 2.0 ms, cuBLAS 2.7).
+SPLIT_SHARE = 0.74
+# Rows and columns of most of the tiles of warps that split.
+SPLIT_TILE = (32, 32)
 
 # What follows is fitted to 18 shapes on an H200 (2026-11-20, 220 kernels; predictions are off by 7
 # to 16 % a shape, first choices lose 5 % at most where nothing is computed).
@@ -101,8 +111,8 @@ def mma_ranked(
     Unsupported
         Where `kernel.emit_gemm_mma` cannot compute the contraction, or no tile fits.
     """
+    segments = read_mma(contraction, hw, wide=True)
     tf32 = bool(getattr(policy, "allow_tf32", False))
-    segments = read_mma(contraction, hw, tf32)
     found: list[tuple[float, int, MmaConfig]] = []
     for config in _candidates(segments, hw, tf32):
         try:
@@ -126,7 +136,10 @@ def _candidates(segments: Sequence[MmaSegment], hw: HardwareProfile, tf32: bool)
         for step_bytes in (64, 128):
             for stages in range(MIN_STAGES, MAX_STAGES + 1):
                 group = 16 if tall else 8
-                found.append(MmaConfig(*tile, step_bytes, stages, group, tf32 and wanted))
+                config = MmaConfig(
+                    *tile, step_bytes, stages, group, wanted and tf32, split=wanted and not tf32
+                )
+                found.append(config)
     return found
 
 
@@ -175,7 +188,8 @@ def _registers(segment: MmaSegment, c: MmaConfig) -> int:
     most = max(len(loop.b) for loop in segment.loops)
     fragments = 2 * (c.tiles_m * 4 + most * c.tiles_n * 2)
     held = max(_held(loop, c) for loop in segment.loops)
-    return sums + fragments + held + OTHER_REGISTERS
+    parts = c.tiles_m * (2 * A_REGISTERS + SUMS) + 4 * B_REGISTERS if c.split else 0
+    return sums + fragments + parts + held + OTHER_REGISTERS
 
 
 def _chunks(source: Source, c: MmaConfig) -> int:
@@ -267,7 +281,11 @@ def _step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
     terms = c.step_bytes // loop.a.element
     flop = 2.0 * c.block_m * c.block_n * terms * len(loop.products)
     # Few warps leave tensor cores idle: each multiprocessor has four.
-    arithmetic = flop / rate * max(1.0, 4 / c.warps)
+    idle = max(1.0, 4 / c.warps)
+    arithmetic = flop / rate * idle * (PRODUCTS / SPLIT_SHARE if c.split else 1)
+    if c.split:
+        tile = c.warp_m, c.warp_n
+        arithmetic = max(arithmetic, c.rounds * c.warps * split_cycles(tile) * idle / clock)
     # ldmatrix reads each warp's rows; a pass over all banks is 128 bytes.
     read = c.warps * (c.warp_m + c.warp_n * len(loop.b)) * c.step_bytes / 128
     written = c.stage_bytes(len(loop.b)) / 128
@@ -277,15 +295,35 @@ def _step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
     return max(arithmetic, shared, port)
 
 
+def split_cycles(warp: tuple[int, int]) -> float:
+    """Cycles in which a multiprocessor issues what a warp's tile of 8 terms takes where float32 is
+    split: of each element of its fragments, of each sum, and its products.
+    """
+    rows, columns = warp
+    elements, sums = (rows + columns) * 8 / 32, rows * columns / 32
+    instructions = elements * SPLIT_INSTRUCTIONS + sums * (SUM_INSTRUCTIONS + PRODUCTS / SUMS)
+    return instructions / 4
+
+
 def tile_step_seconds(
-    tile: tuple[int, int, int], step: int, size: int, units: float, flops: float, clock: float
+    tile: tuple[int, int, int],
+    step: int,
+    size: int,
+    units: float,
+    flops: float,
+    clock: float,
+    split: bool = False,
 ) -> float:
     """The same as the planner sees it: of a tile of `gemm.time.MMA_TILES`, for so many bytes of
     terms of `size` each; `units` are cycles of the load units, `flops` and `clock` the rates of a
-    multiprocessor.
+    multiprocessor; `split`: float32 is multiplied in three products.
     """
     block_m, block_n, reads = tile
-    arithmetic = 2.0 * block_m * block_n * step / size / flops
+    cells = block_m * block_n * step / size
+    arithmetic = 2.0 * cells / flops
+    if split:
+        issued = cells / (SPLIT_TILE[0] * SPLIT_TILE[1] * 8) * split_cycles(SPLIT_TILE)
+        arithmetic = max(PRODUCTS / SPLIT_SHARE * arithmetic, issued / clock)
     shared = ((reads + 1) * (block_m + block_n) * step / 128 + units) / clock
     port = (block_m + block_n) * step / PORT_BYTES / clock
     return max(arithmetic, shared, port)

@@ -113,6 +113,25 @@ def split_tf32(high: Expr, finite: Expr, low: Expr, bits: Expr) -> Expr:
     return device_call("void", "split_tf32", arguments, body, high, finite, low, bits)
 
 
+def split_float32(high: Expr, low: Expr, bits: Expr) -> Expr:
+    """Splits a float32 into its first 10 bits of mantissa and the rest, of which tensor cores read
+    10 bits: of a normal number less than 2^-20 is lost. Nothing is rounded up, which would make the
+    largest numbers infinite. The rest of an infinity or NaN is NaN.
+    """
+    body = (
+        "unsigned cut = bits & 0xffffe000u; *(unsigned*)h = cut; "
+        "*(float*)l = __uint_as_float(bits) - __uint_as_float(cut);"
+    )
+    arguments = "void* h, void* l, unsigned bits"
+    return device_call("void", "split_float32", arguments, body, high, low, bits)
+
+
+def at_least(x: Expr, least: Expr) -> Expr:
+    """The larger one; `least` where `x` is NaN, unlike `tirx.Max`."""
+    body = "return fmaxf(x, least);"
+    return device_call("float32", "at_least", "float x, float least", body, x, least)
+
+
 # Where the 16 bytes `at` start: the aligned vectors that hold them are at `low` and behind it, and
 # can be read whole if they end before `end`.
 _ALIGNED = "const char* p = (const char*)s; {0} low = at & ~({0})15; int move = (int)(at & 15); "
