@@ -1,6 +1,7 @@
 """Convolutions on Hopper's tensor cores: numbers on the emulator, boxes, refusals."""
 
 import random
+import re
 import statistics
 from dataclasses import replace
 
@@ -271,3 +272,14 @@ def test_tiles_do_not_spill(tall):
     for config in shapes.values():
         report = ptxas_report(cuda_source(emit_hopper(problem, H200, config)), "sm_90a")
         assert " 0 bytes spill stores" in report, config
+
+
+def test_stores_of_elements_do_not_compute_the_place_of_their_tile_again():
+    line = last((600,), (3,), 64, 512, stride=2, batch=16, epilogue="channels_moved")
+    problem = read_convolution(line.func())
+    config = hopper_ranked(problem, H200, POLICY)[0][1]
+    source = cuda_source(emit_hopper(problem, H200, config))
+    stores = re.findall(r"T_transpose_intermediate_ptr\[.*\] = .*", source)
+    assert len(stores) >= 16
+    assert not any("blockIdx" in store for store in stores)
+    check(replace(line, batch=2, filters=128))
