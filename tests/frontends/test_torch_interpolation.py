@@ -57,3 +57,29 @@ def test_default_checks_pass(shape, dtype, options):
     model = Function(functools.partial(F.interpolate, **options)).eval()
     compiled = tvm_fusion.compile(model, "llvm", example_inputs=(x,))
     assert compiled.report.verify.source_note is None
+
+
+def test_half_of_any_size_is_enlarged_to_what_it_gives():
+    class Halved(torch.nn.Module):
+        def forward(self, x):
+            return F.interpolate(F.max_pool2d(x, 2), scale_factor=2.0) * 2
+
+    sizes = {axis: torch.export.Dim(f"n{axis}", min=4, max=64) for axis in (2, 3)}
+    program = torch.export.export(Halved(), (torch.randn(1, 2, 8, 8),), dynamic_shapes=(sizes,))
+    module = tvm_fusion.compile(program, target="llvm_cpu")
+    for rows, columns in ((8, 8), (9, 7)):
+        x = torch.randn(1, 2, rows, columns)
+        torch.testing.assert_close(module(x), Halved()(x))
+
+
+def test_a_size_in_parts_of_another_one_is_enlarged():
+    class Parts(torch.nn.Module):
+        def forward(self, x, y):
+            return F.interpolate(x[:, :, : x.shape[2] // y.shape[0]], scale_factor=8.0) * y.sum()
+
+    sizes = {2: torch.export.Dim("n", min=4, max=64)}, {0: torch.export.Dim("m", min=2, max=4)}
+    given = torch.randn(1, 2, 16), torch.randn(3)
+    program = torch.export.export(Parts(), given, dynamic_shapes=sizes)
+    module = tvm_fusion.compile(program, target="llvm_cpu")
+    for given in ((torch.randn(1, 2, 9), torch.randn(2)), given):
+        torch.testing.assert_close(module(*given), Parts()(*given))

@@ -19,12 +19,14 @@ Size = int | tvm.ir.Expr
 Symbols = Mapping[str, tirx.Expr]
 
 
-def product(factors: list[Size]) -> Size:
-    """(n // 8) * 8 -> n and (n // 8) * 2 -> n // 4, where n is a multiple of 8 (`Multiples`)."""
+def product(factors: list[Size], symbols: Symbols) -> Size:
+    """(n // 8) * 8 -> n and (n // 8) * 2 -> n // 4, where one of the `symbols` says that n is a
+    multiple of 8 (`Multiples`).
+    """
     *others, last = factors
     if isinstance(last, tirx.IntImm):
         for i, factor in enumerate(others):
-            if not isinstance(factor, tirx.FloorDiv):
+            if not _is_whole(factor, symbols):
                 continue
             divisor, times = int(factor.b), int(last)
             rest = others[:i] + others[i + 1 :]
@@ -91,7 +93,19 @@ class Multiples:
         symbol, factor = _scaled(size)
         if symbol is None or symbol.name not in self.symbols:
             return size
-        return product([self.symbols[symbol.name], tirx.IntImm("int64", factor)])
+        return product([self.symbols[symbol.name], tirx.IntImm("int64", factor)], self.symbols)
+
+
+def _is_whole(factor: Size, symbols: Symbols) -> bool:
+    """Whether a factor is a quotient without a remainder, for all values of its size."""
+    if not isinstance(factor, tirx.FloorDiv) or not isinstance(factor.b, tirx.IntImm):
+        return False
+    return any(
+        isinstance(known, tirx.FloorDiv)
+        and known.a.same_as(factor.a)
+        and int(known.b) % int(factor.b) == 0
+        for known in symbols.values()
+    )
 
 
 def _scaled(size: Size) -> tuple[tirx.Var | None, int]:

@@ -481,7 +481,7 @@ def _convert(expression: sympy.Expr, symbols: Symbols) -> Size | None:
     function = FUNCTIONS.get(type(expression))
     if function is None or any(arg is None for arg in args):
         return None
-    return product(args) if isinstance(expression, sympy.Mul) else function(*args)
+    return product(args, symbols) if isinstance(expression, sympy.Mul) else function(*args)
 
 
 # ---- The part of an exported program that depends on no input, computed by PyTorch itself.
