@@ -16,13 +16,20 @@ from tvm_fusion.config import resolve_target
 from tvm_fusion.flow.functions import planned_function
 from tvm_fusion.kernels.attention.decode.kernel import emit_attention_decode
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm import versions
 from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper
 from tvm_fusion.kernels.gemm.runs.rank import emit_product, product_ranked
 from tvm_fusion.kernels.gemm.skinny.kernel import emit_gemm_skinny
 from tvm_fusion.kernels.gpu.ahead import READS_AHEAD, VARIABLE
 from tvm_fusion.kernels.gpu.memory import copy_in
 from tvm_fusion.runtime.build.build import build
-from tvm_fusion.runtime.build.early_launches import DYNAMIC_SMEM, EARLY, Calls, launched_early
+from tvm_fusion.runtime.build.early_launches import (
+    DYNAMIC_SMEM,
+    EARLY,
+    Calls,
+    LaunchTimes,
+    launched_early,
+)
 from tvm_fusion.runtime.build.kernel_code import CudaUnit, kernel_code
 from tvm_fusion.runtime.build.lowering import COOPERATIVE, LAUNCH_PARAMS, SCHEDULED_ATTR, TIRX_ATTR
 
@@ -188,39 +195,71 @@ class Linears(nn.Module):
         return nn.functional.linear(y, weight) if self.given else self.second(y)
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["weights", "input"])
-def test_the_first_launch_is_late_and_what_reads_ahead_of_no_weight(given, monkeypatch):
+def launches_of(model, inputs, monkeypatch):
+    """Of each kernel of a planned model whether it is launched early."""
     monkeypatch.setenv(VARIABLE, "1")
     monkeypatch.setenv("TVM_FUSION_KERNEL_CACHE", "0")
-    parameters, make = [], CudaUnit.module
+    early, make = [], CudaUnit.module
 
     def module(unit, binary):
         ((_, func),) = unit.kernels.functions_items()
-        parameters.append([str(name) for name in func.attrs[LAUNCH_PARAMS]])
+        early.append(EARLY in map(str, func.attrs[LAUNCH_PARAMS]))
         return make(unit, binary)
 
     monkeypatch.setattr(CudaUnit, "module", module)
     with torch.no_grad():
-        inputs = torch.zeros(1, 2048).half(), torch.zeros(512, 2048).half()
-        planned_function((Linears(given).half(), inputs), "nvidia_h200").build()
-    early = sum(EARLY in names for names in parameters)
-    assert (early, len(parameters)) == ((0, 2) if given else (1, 2))
+        planned_function((model, inputs) if inputs else model, "nvidia_h200").build()
+    return early
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["weights", "input"])
+def test_the_first_launch_is_late_and_what_reads_ahead_of_no_weight(given, monkeypatch):
+    inputs = torch.zeros(1, 2048).half(), torch.zeros(512, 2048).half()
+    early = launches_of(Linears(given).half(), inputs, monkeypatch)
+    assert sorted(early) == ([False, False] if given else [False, True])
+
+
+def test_a_first_launch_that_a_call_may_leave_out_is_not_the_one_to_be_late(monkeypatch):
+    monkeypatch.setattr(versions, "MOST", 0)
+    rows = {0: torch.export.Dim("n", min=0, max=64)}
+    inputs = torch.zeros(8, 2048).half(), torch.zeros(512, 2048).half()
+    model = Linears(False).half()
+    program = torch.export.export(model, inputs, dynamic_shapes=(rows, None))
+    early = launches_of(program, None, monkeypatch)  # of kernels that read nothing ahead
+    assert early == [True, True]
 
 
 @pytest.mark.parametrize(
-    ("order", "reads", "late"),
+    ("order", "reads", "unsure", "late"),
     [
-        ([("a", True), ("b", True)], {"a": [], "b": []}, {"a"}),
-        ([("host", True), ("a", True), ("b", True)], {"a": [], "b": []}, {"host", "a"}),
-        ([("a", False), ("b", True), ("c", True)], {"a": [], "b": [], "c": []}, {"a", "b"}),
-        ([("a", True), ("reads", True)], {"a": [], "reads": [2]}, {"a"}),
-        ([("a", True), ("reads", True)], {"a": [], "reads": [1, 2]}, {"a", "reads"}),
-        ([("a", True), ("both", True)], {"a": [], "both": [0]}, {"a", "both"}),
+        ([("a", True), ("b", True)], {"a": [], "b": []}, "", {"a"}),
+        ([("host", True), ("a", True), ("b", True)], {"a": [], "b": []}, "", {"host", "a"}),
+        ([("a", False), ("b", True), ("c", True)], {"a": [], "b": [], "c": []}, "", {"a", "b"}),
+        ([("a", True), ("reads", True)], {"a": [], "reads": [2]}, "", {"a"}),
+        ([("a", True), ("reads", True)], {"a": [], "reads": [1, 2]}, "", {"a", "reads"}),
+        ([("a", True), ("both", True)], {"a": [], "both": [0]}, "", {"a", "both"}),
+        (
+            [("n", True), ("reads", True), ("a", True), ("reads", True)],
+            {"n": [], "reads": [0], "a": []},
+            ("n", "reads"),
+            {"reads", "a"},
+        ),
+        ([("n", True), ("a", True), ("b", True)], {"n": [], "a": [], "b": []}, ("n",), {"a"}),
     ],
 )
-def test_which_launches_are_late(order, reads, late):
+def test_which_launches_are_late(order, reads, unsure, late):
     calls = Calls((tuple(order),), {"reads": {0, 2}, "both": {1}})
-    assert calls.late(reads) == late
+    assert calls.late(reads, reads.keys() - set(unsure)) == late
+
+
+@pytest.mark.parametrize("name", ["f_kernel", "f_kernel_1", "f_upto_64_kernel", "f_beyond_kernel"])
+def test_all_kernels_of_a_function_are_late(name):
+    kernel = double_in_tirx().with_attr(LAUNCH_PARAMS, ["threadIdx.x", EARLY])
+    gvar = tvm.ir.GlobalVar(name)
+    for late, wanted in (("f", False), ("g", True)):
+        module = LaunchTimes({late})(tvm.IRModule({gvar: kernel}))
+        (func,) = module.functions.values()
+        assert (EARLY in map(str, func.attrs[LAUNCH_PARAMS])) == wanted
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ On devices of compute capability 9.0 and later (programmatic dependent launch). 
    its start; where a parameter that is read ahead is no weight in some call, it is launched late
    (`Calls`). Who wrote weights before the call (an optimizer's step) may still be about to end when
    the next kernel is launched early: so the first launch of each function is late, and all others
-   start when that one has.
+   start when that one has. Where that one may be left out (`empty_launches`), what reads ahead is
+   late up to the first that is not.
 3. *No compiler takes a load across the wait.* Loads of what no thread writes (`ld.global.nc`, or
    through a `__restrict__` pointer) may be moved, and may find old values in a cache: constant is
    what does not change while a kernel runs, and this one runs while its operands are computed. So
@@ -69,6 +70,7 @@ from ...ir.weights import Weight
 from ...kernels.gpu.ahead import LOADS_AHEAD, MARK, READS_AHEAD, launches_early
 from ...kernels.gpu.intrinsics import PREFIX, device_call
 from .lowering import COOPERATIVE, LAUNCH_PARAMS
+from .version_names import is_kernel_of
 
 DYNAMIC_SMEM = "tirx.use_dyn_shared_memory"
 """The launch parameter of a kernel with shared memory of a size that the launch tells: the last."""
@@ -239,10 +241,11 @@ class Calls:
             orders.append(tuple(order))
         return cls(tuple(orders), found)
 
-    def late(self, reads: Mapping[str, Sequence[int]]) -> set[str]:
+    def late(self, reads: Mapping[str, Sequence[int]], sure: Set[str]) -> set[str]:
         """The PrimFuncs to launch late: what is called before, or as, the first of each function
-        that launches kernels, and what reads ahead of what is no weight. `reads` has the parameters
-        that each which launches kernels reads ahead.
+        that is `sure` to launch kernels, and what reads ahead of what is no weight. `reads` has the
+        parameters that each which launches kernels reads ahead; one that is not sure to, and reads
+        none, is no reason for a late launch.
         """
         found = {
             name
@@ -251,9 +254,11 @@ class Calls:
         }
         for order in self.orders:
             for name, always in order:
-                found.add(name)
-                if always and name in reads:
+                if always and name in sure:
+                    found.add(name)
                     break
+                if not always or reads.get(name, True):
+                    found.add(name)
         return found
 
 
@@ -269,9 +274,10 @@ class LaunchTimes:
         reads = {
             gvar.name_hint: [int(number) for number in func.attrs.get(READS_AHEAD, ())]
             for gvar, func in host.functions_items()
-            if _launches(func)
+            if _launches(func.body)
         }
-        return cls(frozenset(calls.late(reads) if calls else reads))
+        sure = {gvar.name_hint for gvar, func in host.functions_items() if _is_sure(func.body)}
+        return cls(frozenset(calls.late(reads, sure) if calls else reads))
 
     def __call__(self, kernels: tvm.IRModule) -> tvm.IRModule:
         """The kernels of one launch: late, if that is to be."""
@@ -282,20 +288,34 @@ class LaunchTimes:
 
     def _on_time(self, kernel: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
         names = [str(name) for name in func.attrs.get(LAUNCH_PARAMS, ())]
-        is_late = any(kernel.startswith(f"{name}_kernel") for name in self.late)
+        is_late = any(is_kernel_of(kernel, name) for name in self.late)
         if EARLY not in names or not is_late:
             return func
         return func.with_attr(LAUNCH_PARAMS, [name for name in names if name != EARLY])
 
 
-def _launches(func: tirx.PrimFunc) -> bool:
-    """Whether a host function launches kernels."""
+def _is_sure(body: tirx.Stmt) -> bool:
+    """Whether each call of a host function launches a kernel: not where outputs may have no
+    elements (`empty_launches`).
+    """
+    if isinstance(body, tirx.IfThenElse):
+        cases = body.then_case, body.else_case
+        return all(case is not None and _is_sure(case) for case in cases)
+    if isinstance(body, tirx.SeqStmt):
+        return any(map(_is_sure, body.seq))
+    if isinstance(body, tirx.AttrStmt):
+        return _is_sure(body.body)
+    return isinstance(body, tirx.Evaluate) and _launches(body)
+
+
+def _launches(body: tirx.Stmt) -> bool:
+    """Whether statements of a host function launch kernels."""
 
     def visit(call: Call) -> tvm_ffi.VisitInterrupt | None:
         launches = str(getattr(call.op, "name", "")).endswith(LAUNCH)
         return tvm_ffi.VisitInterrupt() if launches else None
 
-    return tvm_ffi.structural_walk(func.body, [(Call, visit)]) is not None
+    return tvm_ffi.structural_walk(body, [(Call, visit)]) is not None
 
 
 def _calls(body: relax.Expr, always: bool) -> Iterator[tuple[relax.Call, bool]]:

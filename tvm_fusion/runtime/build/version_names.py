@@ -26,6 +26,11 @@ def launches_of(kernels: Iterable[str]) -> int:
     return len(ways) + sum(match is None for match, _ in matches)
 
 
+def is_kernel_of(kernel: str, function: str) -> bool:
+    """Whether a kernel, by its name, may be one of a function's."""
+    return re.match(rf"{re.escape(function)}(_upto_\d+|_beyond)?_kernel", kernel) is not None
+
+
 def versions_among(kernels: Iterable[str]) -> tuple[str, ...]:
     """The ranges that a function's kernels are for, by their names: "up to 64", "beyond"."""
     matches = map(_VERSION.fullmatch, kernels)
