@@ -755,6 +755,32 @@ def test_a_call_that_fails_is_done_in_torch_and_so_are_later_ones(modules, monke
     assert len(modules) == 1
 
 
+@pytest.mark.parametrize("add", ["index_add_", "index_put_"])
+def test_a_call_that_fails_adds_nothing_twice(add, modules, monkeypatch):
+    def function(x, sums, at):
+        if add == "index_add_":
+            sums.index_add_(0, at, x * 2)
+        else:
+            sums.index_put_((at,), x * 2, accumulate=True)
+        return x.softmax(-1)
+
+    run, x, at = compiled(function), torch.randn(2, 4), torch.tensor([3, 1])
+    check(run, function, x, torch.zeros(5, 4), at)
+    call_with = type(modules[0]).call_with
+
+    def broken(*given):
+        call_with(*given)
+        raise BuildError("no memory")
+
+    sums = torch.zeros(5, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(modules[0]), "call_with", broken)
+        with pytest.raises(BuildError, match="no memory"):
+            run(x, sums, at)
+    torch.testing.assert_close(sums, torch.zeros(5, 4).index_add_(0, at, x * 2))
+    check(run, function, x, sums, at)
+
+
 def test_an_index_out_of_range_is_the_callers_error(modules):
     model = nn.Embedding(4, 8)
     run = compiled(model)

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tvm_fusion.config import resolve_target
 from tvm_fusion.errors import ConfigError, DividedByZero, OutOfRange, TargetError
 from tvm_fusion.frontends.torch.graphs import from_graph
 from tvm_fusion.frontends.torch.refusals import OperatorsRefused
+from tvm_fusion.frontends.torch.written.writes import adds
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 from tvm_fusion.torch_backend.options import BackendOptions
 from tvm_fusion.torch_backend.part_graphs import Given, OfTensors, ReadyPart, SizesUnknown, ready
@@ -119,9 +121,10 @@ class PartCalls:
         self, build: "_Build", inputs: Sequence[Any], error: Exception
     ) -> tuple[Any, ...]:
         """The results of a call that did not succeed, from torch, as those of later calls are.
-        What was written in place is written again: its old values are not read.
+        What was written in place is written again: its old values are not read. The error is raised
+        where they are: nobody knows whether something was added to them.
         """
-        if self._options.strict:
+        if self._options.strict or build.run.adds_in_place:
             raise error
         results = self._part(*inputs)
         with self._lock:
@@ -353,6 +356,7 @@ class _Run:
         """
         self._module, self._made, self._device = module, made, device
         self.in_place = made.in_place.keys()
+        self.adds_in_place = any(map(adds, chain.from_iterable(made.in_place.values())))
         module.unread = frozenset(result for i, result in updates if i in made.in_place)
         taken = {i: given for given, (i, order) in enumerate(made.tensors) if order is None}
         module.renewed = {

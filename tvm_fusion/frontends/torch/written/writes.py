@@ -177,6 +177,11 @@ def chain_of_writes(last: fx.Node) -> list[fx.Node]:
     return [node, *reversed(found)]
 
 
+def adds(node: fx.Node) -> bool:
+    """Whether a write adds to what stands there, so that it may take place once only."""
+    return bool(_arguments_of_put(node).get("accumulate"))
+
+
 def _arguments_of_put(node: fx.Node) -> dict[str, Any]:
     """The arguments of a write, as those of `index_put`."""
     args = bound_arguments(node)
