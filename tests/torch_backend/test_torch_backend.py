@@ -650,6 +650,23 @@ def test_reports_are_handed_over_and_written(tmp_path):
         assert json.loads(path.read_text())["outside_us"].keys() == told[0].outside.keys()
 
 
+def test_nothing_is_timed_while_a_stream_is_captured(monkeypatch):
+    told = []
+
+    def function(x):
+        return unknown(x.exp() + 1)
+
+    run = compiled(function, report=told.append)
+    with pytest.warns(UserWarning, match="unknown"):
+        run(torch.randn(3, 4))
+    with monkeypatch.context() as patch:
+        patch.setattr(graph_calls, "_is_captured", lambda: True)
+        check(run, function, torch.randn(3, 4))
+    assert not told[0].outside_us
+    check(run, function, torch.randn(3, 4))
+    assert told[0].outside_us
+
+
 @pytest.fixture
 def traces(tmp_path):
     """What torch writes where TORCH_TRACE is set: metadata and payload of artifacts, by name."""

@@ -102,14 +102,14 @@ class GraphCalls:
     def _timed_once(
         self, cut: Partition, run: Callable[[list[Any]], Any]
     ) -> Callable[[list[Any]], Any]:
-        """`run`, but in the second call what runs in torch is timed, and told of: in the first one
-        it is not warm.
+        """`run`, but in the second call that no CUDA graph is made of what runs in torch is timed,
+        and told of: in the first one it is not warm.
         """
         count = itertools.count()
 
         def counted(given: list[Any]) -> Any:
-            if next(count) != 1:
-                return run(given)
+            if _is_captured() or next(count) != 1:
+                return run(given)  # a stream that is captured cannot be waited for
             self._run = run
             timed = _Timed(cut)
             results = timed.run(*given)
@@ -199,6 +199,10 @@ class _Timed(fx.Interpreter):
         found = super().run_node(node)
         self.us[str(node.target)] += _now_us() - began
         return found
+
+
+def _is_captured() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _now_us() -> float:
