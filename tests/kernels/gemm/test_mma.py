@@ -15,6 +15,7 @@ from tvm.script import tirx as T
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.mma import rank
 from tvm_fusion.kernels.gemm.mma.kernel import emit_gemm_mma
 from tvm_fusion.kernels.gemm.mma.plan import MmaConfig, Panel, Words
 from tvm_fusion.kernels.gemm.mma.problem import Way, read_mma
@@ -304,6 +305,8 @@ def test_parts_of_float32_keep_infinities_and_the_largest_numbers():
     x[2, 0] = np.nan
     x[3, 0] = largest
     x[4, 0] = 1e-30
+    x[5, :9] = -1e36, *[0.0] * 7, np.inf
+    x[6, :9] = 1e36, *[0.0] * 7, -np.inf
     w = np.ones((16, 16), FLOAT)
     w[1] = np.float32(1 / 3)
     w[2, 0] = np.inf
@@ -498,6 +501,15 @@ def test_thin_products_get_thin_tiles():
     assert mma_ranked(thin, H200)[0][1].block_m == 16
     first = mma_ranked(LARGE["linear"], H200)[0][1]
     assert first.block_m * first.block_n >= 128 * 128
+
+
+def test_halves_beside_float32_that_is_split_are_multiplied_once():
+    ((half,),) = (s.loops for s in read_mma(LARGE["linear"], H200, True))
+    split, whole = (MmaConfig(64, 64, 32, 32, 64, 3, split=split) for split in (True, False))
+    seconds = [rank._step_seconds(half, config, H200) for config in (split, whole)]
+    assert seconds[0] == seconds[1]
+    wide = dataclasses.replace(half, a=dataclasses.replace(half.a, dtype=FLOAT))
+    assert rank._step_seconds(wide, split, H200) > rank._step_seconds(wide, whole, H200)
 
 
 @pytest.mark.parametrize("tile", [(64, 64, 32, 32), (128, 128, 64, 64)])

@@ -282,8 +282,9 @@ def _step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
     flop = 2.0 * c.block_m * c.block_n * terms * len(loop.products)
     # Few warps leave tensor cores idle: each multiprocessor has four.
     idle = max(1.0, 4 / c.warps)
-    arithmetic = flop / rate * idle * (PRODUCTS / SPLIT_SHARE if c.split else 1)
-    if c.split:
+    split = c.split and loop.a.dtype == "float32"
+    arithmetic = flop / rate * idle * (PRODUCTS / SPLIT_SHARE if split else 1)
+    if split:
         tile = c.warp_m, c.warp_n
         arithmetic = max(arithmetic, c.rounds * c.warps * split_cycles(tile) * idle / clock)
     # ldmatrix reads each warp's rows; a pass over all banks is 128 bytes.

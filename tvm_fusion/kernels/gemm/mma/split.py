@@ -21,7 +21,10 @@ SUMS, A_REGISTERS, B_REGISTERS = 4, 4, 2
 """Registers of a thread: of the sums of one mma.sync, of its operands."""
 
 PRODUCTS = 3
-LOWEST = -3.4028234663852886e38
+
+LEAST_REST = -(2.0**123)
+"""Below any sum of 16 terms' smaller products, each less than 2^-9 of a term that is finite. What
+takes the place of NaN is no less, so that finite terms that are added to it stay finite, too."""
 
 
 class SplitProducts:
@@ -52,7 +55,7 @@ class SplitProducts:
         self._add(self.a_high, self.b_low)
         with T.serial(count, unroll=True) as i:
             # NaN where a term is infinite: the product of the high parts is that or NaN by itself.
-            finite = at_least(self.part[i], constant(LOWEST, "float32"))
+            finite = at_least(self.part[i], constant(LEAST_REST, "float32"))
             T.buffer_store(self.part, finite, [i])
         self._add(self.a_high, self.b_high)
         with T.serial(self.tiles.tiles_m, unroll=True) as i, T.serial(SUMS, unroll=True) as v:
