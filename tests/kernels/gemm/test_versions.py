@@ -93,6 +93,33 @@ def test_a_large_product_has_versions_on_hopper_and_loses_little_at_each_size():
     assert 1 <= len(edges) < versions.MOST
 
 
+def rows_of_images(bb, x, w):
+    x = bb.emit(op.reshape(x, (x.ty.shape[0] * 196, 1024)))
+    return op.nn.relu(bb.emit(op.matmul(x, w)))
+
+
+def rows_behind_100(bb, x, w):
+    x = bb.emit(op.strided_slice(x, [0], [100], [x.ty.shape[0]]))
+    return op.nn.relu(bb.emit(op.matmul(x, w)))
+
+
+@pytest.mark.parametrize(
+    ("emit", "shape", "least"),
+    [(rows_of_images, (196, 1024), 16), (rows_behind_100, (1024,), 128)],
+)
+def test_rows_that_are_computed_of_the_size_are_ranked_at_each_that_leaves_some(
+    emit, shape, least, monkeypatch
+):
+    found = []
+    monkeypatch.setattr(versions, "versions_of", lambda *given: found.append(given) or [])
+    n = tirx.Var("n", "int64")
+    func = fuse(emit, ((n, *shape), "float16"), ((1024, 4096), "float16"))
+    assert write_versions(WRITER, func, A100, POLICY) is None
+    ((tables, sizes),) = found
+    assert sizes == [size for size in versions.SIZES if size >= least]
+    assert tables[-1][0][0] > 4 * tables[0][0][0]  # seconds at 4096 and at the least
+
+
 @pytest.mark.parametrize(
     "func",
     [product(128), product(tirx.Var("n", "int64"), tirx.Var("k", "int64"))],

@@ -14,19 +14,20 @@ Does not handle: several symbolic sizes in one launch, and configurations that t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import Var
+from tvm.ir import Expr, Var
 
 from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
 from ...ir.graph import VERSIONS_ATTR
 from ..forms import Ranked, Writer
-from ..program.expr import constant, dtype_of, variables
+from ..program.expr import constant, dtype_of, number, variables
 
 SIZES = (16, 64, 128, 256, 512, 1024, 4096)
 LOSS = 1.03
@@ -55,11 +56,15 @@ def write_versions(
     exact = policy.rounding == "exact"
     problem = writer.read(func, exact)
     allowed = {_kind(config) for _, config in writer.ranked(problem, hw, policy)}
-    tables = []
+    values, tables = [], []
     for value in SIZES:
-        ranked = writer.ranked(writer.read(with_size(func, size, value), exact), hw, policy)
+        known = with_size(func, size, value)
+        if is_empty(known):
+            continue
+        ranked = writer.ranked(writer.read(known, exact), hw, policy)
         tables.append([entry for entry in ranked if _kind(entry[1]) in allowed])
-    found = versions_of(tables, SIZES)
+        values.append(value)
+    found = versions_of(tables, values)
     if len(found) < 2:
         return None
     try:
@@ -86,10 +91,38 @@ def with_size(func: tirx.PrimFunc, size: Var, value: int) -> tirx.PrimFunc:
         return renewed.get(var, var)
 
     for param in func.params:
-        shape = [tvm_ffi.structural_map(e, [(Var, renew)]) for e in param.ty.shape]
+        shape = [tvm_ffi.structural_map(e, [(Var, renew), *_FOLDS]) for e in param.ty.shape]
         renewed[param] = tirx.decl_buffer(shape, str(param.ty.dtype), param.name)
-    body = tvm_ffi.structural_map(func.body, [(Var, renew)])
+    body = tvm_ffi.structural_map(func.body, [(Var, renew), *_FOLDS])
     return tirx.PrimFunc([renewed[p] for p in func.params], body, func.ret_type, attrs=func.attrs)
+
+
+def is_empty(func: tirx.PrimFunc) -> bool:
+    """Whether a parameter of known sizes has no element, as ``x[100:]`` of few rows."""
+    extents = (number(extent) for param in func.params for extent in param.ty.shape)
+    return any(extent is not None and extent < 1 for extent in extents)
+
+
+def _folded(operation: Callable[[int, int], int]) -> Callable[[Expr], Expr]:
+    """What makes a number of an operation on two: ``n * 196`` at a value of n."""
+
+    def fold(expr: Expr) -> Expr:
+        if isinstance(expr.a, tirx.IntImm) and isinstance(expr.b, tirx.IntImm):
+            return constant(operation(int(expr.a.value), int(expr.b.value)), dtype_of(expr.a))
+        return expr
+
+    return fold
+
+
+_FOLDS = [
+    (tirx.Add, _folded(operator.add)),
+    (tirx.Sub, _folded(operator.sub)),
+    (tirx.Mul, _folded(operator.mul)),
+    (tirx.FloorDiv, _folded(operator.floordiv)),
+    (tirx.FloorMod, _folded(operator.mod)),
+    (tirx.Min, _folded(min)),
+    (tirx.Max, _folded(max)),
+]
 
 
 def versions_of(tables: Sequence[Ranked], sizes: Sequence[int]) -> list[Version]:
