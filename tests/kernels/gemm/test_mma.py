@@ -276,6 +276,16 @@ def test_float32_is_rounded_to_tf32_only_if_the_policy_allows_it(graph):
     check(found, emit_gemm_mma(contraction, H200, config), slack=500.0)
 
 
+def test_float32_is_not_multiplied_in_parts_where_roundings_are_exact():
+    found = case("exact", graphs.matmul, [(24, 36), (36, 40)], lambda x, w: [x @ w], FLOAT)
+    contraction = analyze_contraction(found.func())
+    exact = load_policy({"rounding": "exact"})
+    with pytest.raises(Unsupported, match="'exact'"):
+        mma_ranked(contraction, H200, exact)
+    assert mma_ranked(contraction, H200, load_policy(None))[0][1].split
+    assert mma_ranked(contraction, H200, load_policy({"rounding": "exact", "allow_tf32": True}))
+
+
 SPLIT = [MmaConfig(*tile, 64, 3, split=True) for tile in ((32, 64, 16, 32), (64, 32, 32, 16))]
 FLOATS = [
     (graphs.linear, (40, 36), (72, 36), (Way.COPY, True)),

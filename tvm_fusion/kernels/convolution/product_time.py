@@ -26,7 +26,7 @@ def mma_seconds(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> float | No
     """
     rate = _rate(sizes.dtype, hw)
     split = sizes.dtype == "float32" and not policy.allow_tf32
-    if rate is None:
+    if rate is None or (split and policy.rounding == "exact"):
         return None
     share = rank.SM90_SHARE if hw.architecture.is_rated_by_wgmma else rank.PEAK_SHARE
     flops, clock = rate * share / hw.num_sms, hw.clock_ghz * 1e9

@@ -86,7 +86,7 @@ def mma_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterato
     from .mma import rank
 
     dtype, rate = tensor_dtype(launch, hw, policy)
-    split = rate is None and launch.dtypes == {"float32"}
+    split = rate is None and launch.dtypes == {"float32"} and policy.rounding != "exact"
     if split:
         dtype, rate = "float32", "tfloat32"
     if dtype is None or not hw.architecture.has_mma or rate not in hw.tensor_flop_per_s:

@@ -113,6 +113,8 @@ def mma_ranked(
     """
     segments = read_mma(contraction, hw, wide=True)
     tf32 = bool(getattr(policy, "allow_tf32", False))
+    if not tf32 and policy is not None and policy.rounding == "exact" and _has_float32(segments):
+        raise Unsupported("float32 is not multiplied in parts where rounding is 'exact'")
     found: list[tuple[float, int, MmaConfig]] = []
     for config in _candidates(segments, hw, tf32):
         try:
@@ -125,9 +127,13 @@ def mma_ranked(
     return [(seconds, config) for seconds, _, config in sorted(found, key=lambda x: x[:2])]
 
 
+def _has_float32(segments: Sequence[MmaSegment]) -> bool:
+    return any(loop.a.dtype == "float32" for s in segments for loop in s.loops)
+
+
 def _candidates(segments: Sequence[MmaSegment], hw: HardwareProfile, tf32: bool) -> list[MmaConfig]:
     tall = max(assumed(rows_of(loop.a)) for s in segments for loop in s.loops) >= 2048
-    wanted = any(loop.a.dtype == "float32" for s in segments for loop in s.loops)
+    wanted = _has_float32(segments)
     runs = max((width for s in segments for width in s.runs), default=0)
     found = []
     for tile in TILES:
