@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tvm import tirx
 from tvm.ir import Call, Expr, StringImm, TensorLoad, Var
@@ -108,6 +108,21 @@ class Tile:
     m: Expr
     n: Expr
     segment: Expr | None = None
+
+    def in_registers(self) -> Tile:
+        """The same, its coordinates in registers (`in_register`)."""
+        batch, m, n = map(in_register, (self.batch, self.m, self.n))
+        return replace(self, batch=batch, m=m, n=n)
+
+
+def in_register(value: Expr) -> Expr:
+    """Emits a register that holds a value: a temporary's expression stands at each use in generated
+    code, and no compiler takes a division by a variable, which might be zero, out of a loop, nor
+    what stands in a branch in front of it.
+    """
+    cell = T.alloc_local((1,), dtype_of(value))
+    T.buffer_store(cell, value, [0])
+    return cell[0]
 
 
 def divided(number: Expr, size: Expr | int) -> tuple[Expr, Expr]:

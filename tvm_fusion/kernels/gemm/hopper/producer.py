@@ -101,16 +101,11 @@ def _emit_streams(kernel: Hopper, terms: Terms | Taps, ring: Ring) -> None:
 
 def _kept(grid: Grid | SegmentGrid, tile: Tile) -> Tile:
     """The tile, its coordinates in registers where they come of divisions by sizes that are not
-    known: these would stay in the loop over the terms (see `Grid.tile`).
+    known: these would stay in the loop over the terms.
     """
     if isinstance(grid, SegmentGrid) or isinstance(grid.per_batch, int):
         return tile
-    kept = []
-    for coordinate in (tile.batch, tile.m, tile.n):
-        cell = T.alloc_local((1,), grid.dtype)
-        T.buffer_store(cell, coordinate, [0])
-        kept.append(cell[0])
-    return Tile(*kept)
+    return tile.in_registers()
 
 
 def _wait_until_empty(kernel: Hopper, ring: Ring) -> None:

@@ -21,7 +21,7 @@ from ...contraction.model import fresh_var
 from ...contraction.windows import Window
 from ...gpu.access import is_multiple
 from ...gpu.memory import copy_words
-from ...gpu.product_frame import Tile, coordinates, evaluate
+from ...gpu.product_frame import Tile, coordinates, evaluate, in_register
 from ...program.expr import HALF_DTYPES, conjunction, constant, convert, dtype_of
 from ...program.extents import sized
 from ...program.program import Extent
@@ -62,7 +62,7 @@ class AtWindows(Loader):
         windows, access = self.windows, self.source.window
         symbolic = any(not isinstance(axis.extent, int) for axis in self.source.rows)
         if symbolic:
-            env, keep = self.batch | self._digits(unit.row, self.source.rows), _kept
+            env, keep = self.batch | self._digits(unit.row, self.source.rows), in_register
         else:
             env, keep = self.batch | coordinates(self.source.rows, unit.row, self.frame), T.Bind
         offset, starts = self._number(0 if access is None else access.base), []
@@ -147,15 +147,6 @@ class AtWindows(Loader):
 
     def _number(self, value: Extent) -> Expr:
         return sized(value, self.frame.index)
-
-
-def _kept(value: Expr) -> Expr:
-    """Emits a register that holds a value: a temporary's expression stands at each use in generated
-    code, and no compiler takes a division by a variable out of the loop over the terms.
-    """
-    cell = T.alloc_local((1,), dtype_of(value))
-    T.buffer_store(cell, value, [0])
-    return cell[0]
 
 
 class WindowCopy(AtWindows):
