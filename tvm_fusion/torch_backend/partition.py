@@ -111,7 +111,9 @@ def partitioned(graph: fx.GraphModule, refused: Mapping[str, str]) -> Partition:
     _forget_order(whole.graph)
     _put_back_writes(whole.graph, writes)
     parts = [node for node in whole.graph.nodes if node.op == "call_module"]
+    place = {node.name: i for i, node in enumerate(graph.graph.nodes)}
     for part in parts:
+        _put_in_order(whole.get_submodule(part.target), place)
         _return_tuple(part, whole.get_submodule(part.target))
     written = _written(whole.graph)
     updates = tuple(_take_over_writes(part, whole.get_submodule(part.target)) for part in parts)
@@ -383,6 +385,17 @@ def _forget_order(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if _AFTER in node.kwargs:
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != _AFTER}
+
+
+def _put_in_order(part: fx.GraphModule, place: Mapping[str, int]) -> None:
+    """Have the operators of a part in the order of the graph that they come from. torch 2.11 has
+    them by depth, so that the layers of a model with a cache lie in one another: the counters of
+    all layers, then the casts of all. Nothing finds equal layers in that order.
+    """
+    last = part.graph.output_node()
+    calls = [n for n in part.graph.nodes if n is not last and n.op != "placeholder"]
+    for node in sorted(calls, key=lambda node: place[node.meta[NAME]]):
+        last.prepend(node)
 
 
 def _return_tuple(call: fx.Node, part: fx.GraphModule) -> None:
