@@ -102,6 +102,20 @@ static void tvmf_round_tf32(void* d) {
   uint32_t& r = *(uint32_t*)d;
   if ((r & 0x7f800000u) != 0x7f800000u) r += 0x1000u;
 }
+static void tvmf_split_float32(void* h, void* m, void* l, uint32_t x, uint32_t y) {
+  uint32_t *high = (uint32_t*)h, *middle = (uint32_t*)m, *low = (uint32_t*)l, pair[2] = {x, y};
+  *high = *middle = *low = 0;
+  for (int i = 0; i < 2; i++) {
+    uint32_t cut = pair[i] & 0xffff0000u;
+    float value, first;
+    memcpy(&value, &pair[i], 4);
+    memcpy(&first, &cut, 4);
+    nv_bfloat16 second(value - first), third(value - first - (float)second);
+    *high |= cut >> 16 << 16 * i;
+    *middle |= (uint32_t)second.bits << 16 * i;
+    *low |= (uint32_t)third.bits << 16 * i;
+  }
+}
 
 // ---- what generated code calls around them; other emulated devices may have functions of these names
 

@@ -38,7 +38,7 @@ class Policy:
         For reports.
     rounding : str
         "fast": half values live in float32 inside a kernel and are rounded where they are stored;
-        tensor cores may multiply float32 in parts, which takes less than 2^-19 off a product.
+        tensor cores may multiply float32 in parts, which takes less than 2^-21.9 off a product.
         "exact": every rounding of the unfused graph is kept.
     max_recompute : float
         How many times an operation may be computed for once in the unfused graph.

@@ -307,6 +307,34 @@ def test_float32_of_any_layout_is_multiplied_in_parts(graph, x, w, way, config):
     check(found, emit(found, config))
 
 
+def test_products_of_float32_with_zeros_and_powers_of_two_move_numbers_as_they_are():
+    rng = np.random.default_rng(0)
+    rows, terms = 40, 48
+    x = rng.uniform(-2, 2, (rows, terms)) * 2.0 ** rng.integers(-60, 60, (rows, terms))
+    x = x.astype(FLOAT)
+    x[:, 0] = np.nextafter(np.float32(2), np.float32(0))  # all bits of the mantissa
+    w = np.zeros((terms, 56), FLOAT)
+    w[rng.integers(0, terms, 56), np.arange(56)] = 2.0 ** rng.integers(-3, 4, 56)
+    w[:, 0] = np.eye(terms)[0]
+    for left, right in ((x, w), (w.T, x.T)):
+        found = case("moved", graphs.matmul, [left.shape, right.shape], None, FLOAT)
+        (out,) = outputs_of(found.func(), 2)
+        left, right = np.ascontiguousarray(left), np.ascontiguousarray(right)
+        assert run_cuda_on_cpu(emit(found, SPLIT[0]), [left, right, out]) == 1
+        np.testing.assert_array_equal(out, left.astype(np.float64) @ right.astype(np.float64))
+
+
+def test_less_than_a_quarter_of_a_millionth_of_a_product_of_float32_is_lost():
+    rng = np.random.default_rng(1)
+    x, w = (rng.uniform(1, 2, (64, 1)).astype(FLOAT) for _ in range(2))
+    found = case("one term", graphs.linear, [x.shape, w.shape], None, FLOAT)
+    (out,) = outputs_of(found.func(), 2)
+    assert run_cuda_on_cpu(emit(found, SPLIT[0]), [x, w, out]) == 1
+    exact = x.astype(np.float64) * w.astype(np.float64).T
+    # What the largest numbers lose in parts (2^-21.9), and are rounded by (2^-24).
+    assert 0 < np.abs(out / exact - 1).max() < 2**-21.9 + 2**-24
+
+
 def test_parts_of_float32_keep_infinities_and_the_largest_numbers():
     largest = np.finfo(FLOAT).max
     x = np.zeros((16, 16), FLOAT)

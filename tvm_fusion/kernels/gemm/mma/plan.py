@@ -69,7 +69,7 @@ class MmaConfig(WarpTiles):
     stages : slices in shared memory, at least 3.
     group_m : row tiles that neighbouring blocks share a column tile over.
     tf32 : float32 operands are rounded to tfloat32, because the policy allows it.
-    split : float32 operands are taken in two parts each, of which three products are added up.
+    split : float32 operands are taken in three parts each, of which six products are added up.
     wide : outputs leave through shared memory in 16-byte stores, where they can.
     """
 

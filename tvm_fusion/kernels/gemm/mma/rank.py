@@ -14,7 +14,7 @@ from ...program.program import Param
 from ..epilogue import operation_s
 from .plan import MmaConfig
 from .problem import ENTRY_BYTES, Loop, MmaSegment, Source, Way, read_mma, rows_of
-from .split import A_REGISTERS, B_REGISTERS, PRODUCTS, SUMS
+from .split import A_REGISTERS, B_REGISTERS, PARTS, PRODUCTS, SUMS
 
 # (block_m, block_n, warp_m, warp_n)
 TILES = (
@@ -54,12 +54,11 @@ HELD_REGISTERS = {
 }
 MAX_SHIFTS = 8
 
-# Instructions of an element that is split, and of a sum of 8 terms that is added to the others.
-SPLIT_INSTRUCTIONS, SUM_INSTRUCTIONS = 3, 1
-# Share of the rate of tfloat32 that the products of split operands reach (H100, 2026-11-28: 75
-# kernels of seven shapes are off by 1 to 35 % a shape in the median, first choices lose 8 % at
-# most; 4096^3 takes 2.0 ms, cuBLAS 2.7).
-SPLIT_SHARE = 0.74
+# Instructions of an element that is split, and of a sum of 8 terms that is added to others: half
+# of what is added and kept from NaN for 16 terms (machine code for sm_90a).
+SPLIT_INSTRUCTIONS, SUM_INSTRUCTIONS = 5.5, 1.0
+# Products of split operands, in products of tfloat32, which take as long as two of bfloat16.
+SPLIT_PRODUCTS = PRODUCTS / 2
 # Rows and columns of most of the tiles of warps that split.
 SPLIT_TILE = (32, 32)
 
@@ -194,7 +193,7 @@ def _registers(segment: MmaSegment, c: MmaConfig) -> int:
     most = max(len(loop.b) for loop in segment.loops)
     fragments = 2 * (c.tiles_m * 4 + most * c.tiles_n * 2)
     held = max(_held(loop, c) for loop in segment.loops)
-    parts = c.tiles_m * (2 * A_REGISTERS + SUMS) + 4 * B_REGISTERS if c.split else 0
+    parts = c.tiles_m * (PARTS * A_REGISTERS + SUMS) + PARTS * B_REGISTERS if c.split else 0
     return sums + fragments + parts + held + OTHER_REGISTERS
 
 
@@ -289,10 +288,11 @@ def _step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
     # Few warps leave tensor cores idle: each multiprocessor has four.
     idle = max(1.0, 4 / c.warps)
     split = c.split and loop.a.dtype == "float32"
-    arithmetic = flop / rate * idle * (PRODUCTS / SPLIT_SHARE if split else 1)
+    arithmetic = flop / rate * idle
     if split:
         tile = c.warp_m, c.warp_n
-        arithmetic = max(arithmetic, c.rounds * c.warps * split_cycles(tile) * idle / clock)
+        arithmetic *= SPLIT_PRODUCTS
+        arithmetic += c.rounds * c.warps * split_cycles(tile) * idle / clock
     # ldmatrix reads each warp's rows; a pass over all banks is 128 bytes.
     read = c.warps * (c.warp_m + c.warp_n * len(loop.b)) * c.step_bytes / 128
     written = c.stage_bytes(len(loop.b)) / 128
@@ -303,13 +303,12 @@ def _step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
 
 
 def split_cycles(warp: tuple[int, int]) -> float:
-    """Cycles in which a multiprocessor issues what a warp's tile of 8 terms takes where float32 is
-    split: of each element of its fragments, of each sum, and its products.
+    """Cycles in which a multiprocessor issues what a warp's tile of 8 terms takes beside its
+    products where float32 is split: for each element of its fragments, and each sum.
     """
     rows, columns = warp
     elements, sums = (rows + columns) * 8 / 32, rows * columns / 32
-    instructions = elements * SPLIT_INSTRUCTIONS + sums * (SUM_INSTRUCTIONS + PRODUCTS / SUMS)
-    return instructions / 4
+    return (elements * SPLIT_INSTRUCTIONS + sums * SUM_INSTRUCTIONS) / 4
 
 
 def tile_step_seconds(
@@ -323,14 +322,14 @@ def tile_step_seconds(
 ) -> float:
     """The same as the planner sees it: of a tile of `gemm.time.MMA_TILES`, for so many bytes of
     terms of `size` each; `units` are cycles of the load units, `flops` and `clock` the rates of a
-    multiprocessor; `split`: float32 is multiplied in three products.
+    multiprocessor; `split`: float32 is multiplied in parts.
     """
     block_m, block_n, reads = tile
     cells = block_m * block_n * step / size
     arithmetic = 2.0 * cells / flops
     if split:
         issued = cells / (SPLIT_TILE[0] * SPLIT_TILE[1] * 8) * split_cycles(SPLIT_TILE)
-        arithmetic = max(PRODUCTS / SPLIT_SHARE * arithmetic, issued / clock)
+        arithmetic = SPLIT_PRODUCTS * arithmetic + issued / clock
     shared = ((reads + 1) * (block_m + block_n) * step / 128 + units) / clock
     port = (block_m + block_n) * step / PORT_BYTES / clock
     return max(arithmetic, shared, port)

@@ -1,7 +1,14 @@
-"""Products of float32 on tensor cores that keep its precision: three of tfloat32 for each.
+"""Products of float32 on tensor cores that keep its precision: six of bfloat16 for each.
 
-    a = a_high + a_low,  b = b_high + b_low           (10 bits of mantissa each)
-    a b = a_high b_high + a_high b_low + a_low b_high (less than 2^-19 of it is lost)
+    a = a1 + a2 + a3,  b = b1 + b2 + b3                 (8 bits of mantissa each: 24 in all)
+    a b = a1 b1 + a1 b2 + a2 b1 + a2 b2 + a1 b3 + a3 b1 (less than 2^-21.9 of it is lost)
+
+The parts of a number are exact, and those of 0, 1 and other powers of two are the number and zeros:
+a product with such (one-hot rows, permutations, scales) moves numbers as they are. Two parts of
+tfloat32 take as long on tensor cores (three products at half the rate) and fewer instructions in
+front of them, but hold 22 bits, 23 if rounded to the nearest: a number would change in its last
+one. (Henry, Tang and Heinecke, Leveraging the bfloat16 artificial intelligence datatype for
+higher-precision computations, 2019.)
 
 Tensor cores cut sums off where they add, which of a long sum leaves less than float32 would: they
 add the products of 16 terms, and the sums of these are rounded to the nearest outside. (Ootomo and
@@ -20,52 +27,69 @@ from .units import at_least, multiply, split_float32
 SUMS, A_REGISTERS, B_REGISTERS = 4, 4, 2
 """Registers of a thread: of the sums of one mma.sync, of its operands."""
 
-PRODUCTS = 3
+PARTS = 3
+SMALL_PRODUCTS = ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1))
+"""Parts of a and b that are multiplied before the first ones are, the smallest products first."""
 
-LEAST_REST = -(2.0**123)
-"""Below any sum of 16 terms' smaller products, each less than 2^-9 of a term that is finite. What
-takes the place of NaN is no less, so that finite terms that are added to it stay finite, too."""
+PRODUCTS = len(SMALL_PRODUCTS) + 1
+PART_DTYPE = "bfloat16"
+
+LEAST_REST = -(2.0**126)
+"""Below any sum of 16 terms' smaller products, each less than 2^-6 of a term that is finite. What
+takes the place of NaN is no less, so that finite terms that are added to it stay finite, too, up
+to three quarters of the largest float32."""
 
 
 class SplitProducts:
-    """The registers in which the fragments of two rounds are split, and what is multiplied."""
+    """The registers in which the fragments of two rounds are split, and what is multiplied.
+
+    A register of mma.sync holds a term of float32, or two of a half precision: terms t and t + 4
+    of 8 are taken for neighbours, on both sides, and two rounds of 8 for one of 16.
+    """
 
     def __init__(self, tiles: WarpTiles):
         self.tiles = tiles
-        self.rows = tiles.tiles_m * A_REGISTERS
-        self.a_high, self.a_low = (T.alloc_local((2 * self.rows,), "uint32") for _ in range(2))
-        self.b_high, self.b_low = (T.alloc_local((2 * B_REGISTERS,), "uint32") for _ in range(2))
+        rows = tiles.tiles_m * A_REGISTERS
+        self.a = [T.alloc_local((rows,), "uint32") for _ in range(PARTS)]
+        self.b = [T.alloc_local((B_REGISTERS,), "uint32") for _ in range(PARTS)]
         self.part = T.alloc_local((tiles.tiles_m * SUMS,), "float32")
 
     def take(self, a: Expr) -> None:
         """Splits the left operand's fragments."""
-        with T.serial(2 * self.rows, unroll=True) as i:
-            T.evaluate(split_float32(self.a_high.ptr_to([i]), self.a_low.ptr_to([i]), a[i]))
+        rows = self.tiles.tiles_m * A_REGISTERS
+        with T.serial(self.tiles.tiles_m, unroll=True) as tile:
+            for half in range(2):
+                for row in range(2):
+                    first = half * rows + tile * A_REGISTERS + row
+                    at = tile * A_REGISTERS + half * 2 + row
+                    _split(self.a, at, a[first], a[first + 2])
 
     def multiply(self, b: Expr, sums: Expr, column: int) -> None:
         """Adds the products of all rows by 8 columns, the smaller ones first."""
-        half = self.tiles.tiles_n * B_REGISTERS
-        for i in range(2 * B_REGISTERS):
-            word = b[i // B_REGISTERS * half + column * B_REGISTERS + i % B_REGISTERS]
-            T.evaluate(split_float32(self.b_high.ptr_to([i]), self.b_low.ptr_to([i]), word))
+        for half in range(2):
+            first = (half * self.tiles.tiles_n + column) * B_REGISTERS
+            _split(self.b, half, b[first], b[first + 1])
         count = self.tiles.tiles_m * SUMS
         with T.serial(count, unroll=True) as i:
             T.buffer_store(self.part, constant(0.0, "float32"), [i])
-        self._add(self.a_low, self.b_high)
-        self._add(self.a_high, self.b_low)
+        for left, right in SMALL_PRODUCTS:
+            self._add(left, right)
         with T.serial(count, unroll=True) as i:
-            # NaN where a term is infinite: the product of the high parts is that or NaN by itself.
+            # NaN where a term is infinite: the product of the first parts is that or NaN by itself.
             finite = at_least(self.part[i], constant(LEAST_REST, "float32"))
             T.buffer_store(self.part, finite, [i])
-        self._add(self.a_high, self.b_high)
+        self._add(0, 0)
         with T.serial(self.tiles.tiles_m, unroll=True) as i, T.serial(SUMS, unroll=True) as v:
             at = (i * self.tiles.tiles_n + column) * SUMS + v
             T.buffer_store(sums, sums[at] + self.part[i * SUMS + v], [at])
 
-    def _add(self, a: Expr, b: Expr) -> None:
-        for half in range(2):
-            right = b.ptr_to([half * B_REGISTERS])
-            with T.serial(self.tiles.tiles_m, unroll=True) as i:
-                left = a.ptr_to([half * self.rows + i * A_REGISTERS])
-                into = self.part.ptr_to([i * SUMS])
-                T.evaluate(multiply("float32", "float32", TERM_BYTES // 4, into, left, right))
+    def _add(self, left: int, right: int) -> None:
+        terms = TERM_BYTES // 2
+        with T.serial(self.tiles.tiles_m, unroll=True) as i:
+            into, a = self.part.ptr_to([i * SUMS]), self.a[left].ptr_to([i * A_REGISTERS])
+            T.evaluate(multiply(PART_DTYPE, PART_DTYPE, terms, into, a, self.b[right].ptr_to([0])))
+
+
+def _split(parts: list[Expr], at: Expr | int, first: Expr, second: Expr) -> None:
+    places = [part.ptr_to([at]) for part in parts]
+    T.evaluate(split_float32(places, first, second))

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
@@ -113,17 +115,25 @@ def split_tf32(high: Expr, finite: Expr, low: Expr, bits: Expr) -> Expr:
     return device_call("void", "split_tf32", arguments, body, high, finite, low, bits)
 
 
-def split_float32(high: Expr, low: Expr, bits: Expr) -> Expr:
-    """Splits a float32 into its first 10 bits of mantissa and the rest, of which tensor cores read
-    10 bits: of a normal number less than 2^-20 is lost. Nothing is rounded up, which would make the
-    largest numbers infinite. The rest of an infinity or NaN is NaN.
+def split_float32(parts: Sequence[Expr], first: Expr, second: Expr) -> Expr:
+    """Splits two float32 into three bfloat16 each, whose sum they are: what is cut off behind 8
+    bits, the nearest of 8 bits to the rest, and what is left, which has no more. Nothing is rounded
+    up in the first, which would make the largest numbers infinite. Each of the three parts is a
+    register for both. The rests of an infinity or NaN are NaN. Of numbers below 2^-103 what is
+    below 2^-126, the smallest normal number, is lost.
     """
+    near = 'asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"({}) : "f"(v), "f"(u)); '
     body = (
-        "unsigned cut = bits & 0xffffe000u; *(unsigned*)h = cut; "
-        "*(float*)l = __uint_as_float(bits) - __uint_as_float(cut);"
+        "unsigned high = __byte_perm(x, y, 0x7632), middle, low; "
+        "float u = __uint_as_float(x) - __uint_as_float(high << 16); "
+        "float v = __uint_as_float(y) - __uint_as_float(high & 0xffff0000u); "
+        + near.format("middle")
+        + "u -= __uint_as_float(middle << 16); v -= __uint_as_float(middle & 0xffff0000u); "
+        + near.format("low")
+        + "*(unsigned*)h = high; *(unsigned*)m = middle; *(unsigned*)l = low;"
     )
-    arguments = "void* h, void* l, unsigned bits"
-    return device_call("void", "split_float32", arguments, body, high, low, bits)
+    arguments = "void* h, void* m, void* l, unsigned x, unsigned y"
+    return device_call("void", "split_float32", arguments, body, *parts, first, second)
 
 
 def at_least(x: Expr, least: Expr) -> Expr:
