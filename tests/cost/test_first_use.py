@@ -43,7 +43,7 @@ def steps(monkeypatch):
 
         made = {name: step(name, value) for name, value in values.items()}
         monkeypatch.setattr(first_use, "CudaBench", lambda *_args, **_more: None)
-        monkeypatch.setattr(first_use, "_steps", lambda _hw, _products: made)
+        monkeypatch.setattr(first_use, "_steps", lambda *_: made)
         return runs
 
     return pretend
@@ -137,10 +137,10 @@ def test_rates_are_bytes_and_flop_over_seconds(monkeypatch):
     monkeypatch.setattr(tensor, "_random", lambda *_: None)
     monkeypatch.setattr("tvm.runtime.empty", lambda *_: None)
     monkeypatch.setattr(first_use.launch, "in_machine_us", lambda _bench: 5.0)
-    found = {name: step(Bench()) for name, (step, _) in first_use._steps(L4, made).items()}
+    found = {name: step(Bench()) for name, (step, _) in first_use._steps(L4, made, 0.9).items()}
     assert found == {
         "hbm_bytes_per_s": pytest.approx(Bench.MEMORY),
-        "float16": pytest.approx(Bench.PRODUCT),
+        "float16": pytest.approx(Bench.PRODUCT / 0.9),
         "launch_us": 5.0,
         "l2_bytes_per_s": pytest.approx(first_use.L2_SHARE * Bench.L2),
     }
@@ -151,7 +151,8 @@ def test_rates_are_bytes_and_flop_over_seconds(monkeypatch):
 @pytest.mark.parametrize("card", ["nvidia_a10", "nvidia_l4", "nvidia_gh200", "nvidia_rtx5090"])
 def test_what_is_measured_compiles_for_each_generation(card):
     hw = load_profile(card)
-    kernels, products = first_use.kernels_of(hw)
+    kernels, products, share = first_use.kernels_of(hw)
+    assert 0.8 < share <= 1.0
     built, failures = build_kernels(hw, kernels)
     assert failures == {}
     assert len(products) == 1

@@ -72,8 +72,11 @@ def test_only_an_old_compiler_is_warned_of_and_once(knows, monkeypatch, caplog, 
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_ptx_comes_with_registers_and_becomes_a_module():
+@pytest.mark.parametrize("mode", ["nvcc", "nvrtc"])
+def test_ptx_comes_with_registers_and_becomes_a_module(monkeypatch, mode):
+    monkeypatch.setenv("TVM_CUDA_COMPILE_MODE", mode)
     compiler = find_compiler()
+    assert compiler.kind == mode
     code = compiler.compile(SOURCE, "sm_990")
     assert code.binary.startswith(b"//")
     assert b".target sm_" in code.binary

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
+from tvm import te
 
 from tvm_fusion.runtime.build.build import build
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
@@ -160,7 +161,19 @@ def test_the_cleaner_moves_all_its_bytes_whatever_an_evaluator_gives_it(monkeypa
     cleaner = tvm_ffi.get_global_func(timing.l2_cleaner(tvm.cpu()))
     source, sink = taken
     source.copyfrom(np.full(source.shape, 7, "uint8"))
-    cleaner(1, 2)
+    assert cleaner(1, 2) is None
     moved = sink.numpy()
     assert moved.nbytes * 2 == timing.L2_CLEANING_BYTES
     assert moved.min() == moved.max() == 7
+
+
+def test_an_evaluator_of_a_kernel_takes_the_cleaner(monkeypatch):
+    """What a cleaner returned stood in the place of the kernel's result, which refuses that."""
+    monkeypatch.setattr(timing, "L2_CLEANING_BYTES", 1 << 12)
+    a = te.placeholder((8,), "float32")
+    kernel = te.create_prim_func([a, te.compute((8,), lambda i: a[i] + 1.0)])
+    library = tvm.compile(kernel, target="llvm").mod
+    x, y = (tvm.runtime.tensor(np.zeros(8, "float32")) for _ in range(2))
+    clean = timing.l2_cleaner(tvm.cpu())
+    evaluate = library.time_evaluator("main", tvm.cpu(), number=1, repeat=2, f_preproc=clean)
+    assert len(evaluate(x, y).results) == 2

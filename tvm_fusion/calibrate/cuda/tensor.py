@@ -29,6 +29,9 @@ SIZE = 4096
 TILES = {"float16": 3, "bfloat16": 2, "float8_e4m3fn": 2, "float8_e5m2": 1, "tfloat32": 2}
 """Tiles that are tried, by type; each takes seconds of ptxas."""
 
+Products = Mapping[str, tuple[str, str, tirx.PrimFunc]]
+"""Type, tile and kernel by the kernel's name."""
+
 
 def kernels(hw: HardwareProfile) -> dict:
     """The products whose tiles are predicted to be the fastest."""
@@ -64,6 +67,30 @@ def products(
     return found
 
 
+def quick_product(hw: HardwareProfile, dtype: str, most: int) -> tuple[Products, float]:
+    """The fastest product of a type among tiles of at most `most` results, since large ones take
+    seconds to compile; and the share of the best tile's rate that it is predicted to reach.
+    """
+    policy = load_policy()
+    contraction = analyze_contraction(_product(dtype))
+    best = 0.0
+    for seconds, config in WRITER.ranked(contraction, hw, policy):
+        if not isinstance(config, HopperConfig | MmaConfig):
+            continue
+        best = best or seconds
+        if config.block_m * config.block_n > most:
+            continue
+        try:
+            func = WRITER.emit(contraction, hw, policy, config)
+        except Unsupported:
+            continue
+        tile = f"{config.block_m}x{config.block_n}"
+        name = f"mb_product_{dtype}_{tile}"
+        made = {name: (dtype, tile, func.with_attr("global_symbol", name))}
+        return made, best / seconds
+    return {}, 1.0
+
+
 def _product(dtype: str) -> tirx.PrimFunc:
     """``a b^T`` with float32 sums; float8 gives float16."""
     a, b = (te.placeholder((SIZE, SIZE), dtype, name=name) for name in "ab")
@@ -82,9 +109,6 @@ def _product(dtype: str) -> tirx.PrimFunc:
 
 def _result(dtype: str) -> str:
     return "float16" if dtype.startswith("float8") else dtype
-
-
-Products = Mapping[str, tuple[str, str, tirx.PrimFunc]]
 
 
 def rates(bench: CudaBench, made: Products) -> dict[str, dict[str, float]]:
