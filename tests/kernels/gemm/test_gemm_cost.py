@@ -8,7 +8,9 @@ of some with epilogues.
 import contextlib
 import dataclasses
 import functools
+import json
 import statistics
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,7 @@ from tvm_fusion.kernels.gemm.forms import WRITER
 from tvm_fusion.kernels.gemm.hopper.configs import tile_of
 from tvm_fusion.kernels.gemm.hopper.cost import GemmTile, gemm_time
 from tvm_fusion.kernels.gemm.hopper.kernel import hopper_ranked
+from tvm_fusion.kernels.gemm.mma import rank
 
 from ...fit_gemm_cost import accuracy, kendall, load, load_layers, predicted_us, work_of
 from ...support import gemm_cases as graphs
@@ -26,6 +29,7 @@ from ...support.graphs import module, plan_of
 from ...support.kernel_cases import fuse
 
 HALF, FLOAT = "float16", "float32"
+DATA = Path(__file__).parents[2] / "data"
 H200, A100 = load_profile("nvidia_h200"), load_profile("nvidia_a100")
 DEFAULT = load_policy()
 KERNELS, LIBRARY = load()
@@ -270,6 +274,34 @@ def test_float32_is_rounded_only_if_the_policy_allows_tf32():
         for policy in (DEFAULT, load_policy({"allow_tf32": True}))
     ]
     assert [(c.split, c.tf32) for c in configs] == [(True, False), (False, True)]
+
+
+SPLIT_SWEEP = json.loads((DATA / "split_sweep_h100.json").read_text())["shapes"]
+AS_PREDICTED = ("2048", "wide", "along rows", "4096")
+
+
+@pytest.mark.parametrize("name", AS_PREDICTED)
+def test_products_in_parts_take_their_products_and_what_splits_one_after_the_other(
+    name, monkeypatch
+):
+    """The kernels that were measured had two parts."""
+    monkeypatch.setattr(rank, "SPLIT_INSTRUCTIONS", 2.0)
+    m, n, k = SPLIT_SWEEP[name]["shape"]
+    if SPLIT_SWEEP[name]["along_rows"]:
+        func = fuse(graphs.left_transposed, ((k, m), FLOAT), ((k, n), FLOAT))
+        contraction = analyze_contraction(func)
+    else:
+        contraction = contraction_of(m, n, k, dtype=FLOAT)
+    predicted = {
+        (c.block_m, c.block_n, c.warp_m, c.warp_n, c.step_bytes, c.stages): seconds * 1e6
+        for seconds, c in rank.mma_ranked(contraction, H200)
+    }
+    tiles = ((tile.split(","), us) for tile, us in SPLIT_SWEEP[name]["us"].items() if "," in tile)
+    measured = {key: us for tile, us in tiles if (key := tuple(map(int, tile))) in predicted}
+    shares = [predicted[tile] / us for tile, us in measured.items()]
+    assert 0.9 < statistics.median(shares) < 1.1
+    chosen = min(measured, key=predicted.__getitem__)
+    assert measured[chosen] <= LARGEST_REGRET * min(measured.values())
 
 
 @pytest.mark.parametrize("name", policy_names())
