@@ -23,6 +23,7 @@ from ..cost.probe import candidates_of
 from ..cost.probe import probe as compiled_kernels
 from ..errors import InputError, TargetError
 from ..flow.functions import Plans, planned_functions, read_functions
+from ..flow.kernel_writers import writers_beside
 from ..flow.planned import Planned
 from ..host.stages import table
 from ..plan.search.bound import bound_of_plan
@@ -149,7 +150,8 @@ def compile(
     found = None if kept is None else kept.found()
     if found is not None:
         return found
-    compiled = _checked_beside(read.planned(), wishes, original)
+    with writers_beside():
+        compiled = _checked_beside(read.planned(), wishes, original)
     if kept is not None and monotonic() - began > LEAST_S:
         kept.keep(compiled)
     return compiled

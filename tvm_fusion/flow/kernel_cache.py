@@ -83,26 +83,33 @@ class KernelCache:
         if check != _checksum(text):
             logger.warning("the kernel %s is damaged and is written again", path)
             return None
-        return _code(json.loads(text))
+        return code_of(text)
 
     def keep(self, path: Path, code: KernelCode) -> None:
         """Write an entry; a folder that cannot be written is left alone."""
-        text = json.dumps(_plain(code))
-        try:
-            make_folder(path.parent)
-            replace_file(path, f"{_checksum(text)}\n{text}")
-        except (OSError, InputError) as error:
-            logger.warning("cannot keep the kernel %s: %s", path, error)
+        keep_text(path, code_text(code))
 
 
-def _plain(code: KernelCode) -> dict[str, Any]:
+def keep_text(path: Path, text: str) -> None:
+    """As `KernelCache.keep`, of code as text."""
+    try:
+        make_folder(path.parent)
+        replace_file(path, f"{_checksum(text)}\n{text}")
+    except (OSError, InputError) as error:
+        logger.warning("cannot keep the kernel %s: %s", path, error)
+
+
+def code_text(code: KernelCode) -> str:
+    """Code as text (JSON)."""
     units = [
         {"source": unit.source, "kernels": to_json_graph_str(unit.kernels)} for unit in code.units
     ]
-    return {"host": to_json_graph_str(code.host), "units": units}
+    return json.dumps({"host": to_json_graph_str(code.host), "units": units})
 
 
-def _code(data: dict[str, Any]) -> KernelCode:
+def code_of(text: str) -> KernelCode:
+    """The code that a text says."""
+    data = json.loads(text)
     units = [(unit["source"], from_json_graph_str(unit["kernels"])) for unit in data["units"]]
     found = tuple(CudaUnit(source, kernels) for source, kernels in units)
     return KernelCode(from_json_graph_str(data["host"]), found)

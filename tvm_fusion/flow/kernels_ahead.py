@@ -12,10 +12,12 @@ kernels: one that another function had is not written again.
 """
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,8 +32,10 @@ from ..runtime.build.cubin_cache import Compiling
 from ..runtime.build.cuda_compiler import cuda_arch
 from ..runtime.build.kernel_code import KernelCode, kernel_code
 from ..runtime.build.lowering import TIRX_ATTR, is_tirx
+from ..transform.apply.write_kernels import Wanted
 from ..transform.functions.unique_names import FreshNames
 from .kernel_cache import KernelCache
+from .kernel_writers import Job, KernelWriters, current_writers, has_plain_passes
 
 MOST_LOWERED = 2
 """Kernels at a time: they are lowered as fast as they are written, and a quarter of it is Python's,
@@ -50,13 +54,21 @@ class KernelsAhead:
     compiling : Compiling
     """
 
-    def __init__(self, target: tvm.target.Target, hw: HardwareProfile, policy: Policy) -> None:
+    def __init__(
+        self,
+        target: tvm.target.Target,
+        hw: HardwareProfile,
+        policy: Policy,
+        writers: KernelWriters | None = None,
+    ) -> None:
+        """`writers` are other processes that write kernels as well."""
         self._codes: dict[str, Future[KernelCode | None]] = {}
         self._pool = ThreadPoolExecutor(
             min(MOST_LOWERED, available_cores()), initializer=use_all_cores
         )
         self.compiling = Compiling(cuda_arch(target))
         self._target = target
+        self._hw, self._policy, self._writers = hw, policy, writers
         self._cache = KernelCache.of(target, hw, policy)
         self._looked_up: dict[tuple[str, str, str], Path | None] = {}
 
@@ -65,6 +77,8 @@ class KernelsAhead:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._writers is not None:
+            self._writers.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.compiling.__exit__(*exception)
 
@@ -78,6 +92,45 @@ class KernelsAhead:
         """The function is written anew: its PrimFuncs may be others."""
         self._codes.clear()
         self._looked_up.clear()
+
+    def in_turn(
+        self, wanted: Sequence[Wanted], name_of: Callable[[Wanted], str] = attrgetter("name")
+    ) -> Iterator[Wanted]:
+        """The kernels that are to be written, each when it is due: those that other processes write
+        come last; what these have not begun when there is nothing else is due here, from the end
+        on: what takes nvcc longest stands first. `name_of` says what each is called here.
+
+        Kernels of equal PrimFuncs are one, which is written here.
+        """
+        jobs = self._offered(wanted, name_of)
+        yield from (one for one in wanted if one not in jobs)
+        late = []
+        for one in reversed(list(jobs)):
+            if jobs[one].answer.cancel():
+                del self._codes[jobs[one].name]
+                yield one
+            else:
+                late.append(one)
+        yield from late
+
+    def _offered(
+        self, wanted: Sequence[Wanted], name_of: Callable[[Wanted], str]
+    ) -> dict[Wanted, Job]:
+        """What other processes may write from now on."""
+        if self._writers is None or self._cache is None or not has_plain_passes():
+            return {}
+        alike = Counter(map(_structure, wanted))
+        jobs = {}
+        for one in wanted:
+            name = name_of(one)
+            if one.choice or name in self._codes or alike[_structure(one)] > 1:
+                continue
+            path = self._path(name, one.func, one.class_name, "")
+            if not path.exists():
+                jobs[one] = Job(name, one.func, one.class_name, path)
+                self._codes[name] = jobs[one].answer
+        self._writers.begin(list(jobs.values()), self._target, self._hw, self._policy, self._begun)
+        return jobs
 
     def known(
         self, name: str, func: tirx.PrimFunc, class_name: str, choice: str = ""
@@ -151,6 +204,13 @@ class KernelsAhead:
         return code
 
 
+def _structure(one: Wanted) -> tuple[str, int]:
+    """Equal for kernels of equal PrimFuncs."""
+    func = one.func
+    plain = func.without_attr("global_symbol") if "global_symbol" in func.attrs else func
+    return one.class_name, tvm_ffi.structural_hash(plain)
+
+
 def _done(code: KernelCode | None) -> Future[KernelCode | None]:
     found: Future[KernelCode | None] = Future()
     found.set_result(code)
@@ -209,6 +269,14 @@ class KernelsOfOne:
         """See `KernelsAhead`; what other functions have stays known."""
         self._names.clear()
 
+    def in_turn(self, wanted: Sequence[Wanted]) -> Iterator[Wanted]:
+        """See `KernelsAhead`."""
+
+        def name_of(one: Wanted) -> str:
+            return self._name_of(one.name, one.func, one.class_name, one.choice)
+
+        return self._ahead.in_turn(wanted, name_of)
+
     def known(
         self, name: str, func: tirx.PrimFunc, class_name: str, choice: str = ""
     ) -> tirx.PrimFunc | None:
@@ -235,4 +303,4 @@ def kernels_ahead(
     """The kernels of a module for CUDA; None elsewhere."""
     if target.kind.name != "cuda":
         return nullcontext()
-    return KernelsAhead(target, hw, policy)
+    return KernelsAhead(target, hw, policy, current_writers())

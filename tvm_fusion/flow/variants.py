@@ -21,6 +21,7 @@ from ..plan.decide.probing import probed_plan
 from ..plan.plan import FusionPlan, PlannedGroup
 from ..transform.pipeline import legalize, lower, open_composites, rewrite
 from ..transform.rewrites.rewrites import REWRITES, candidates
+from . import kernel_writers
 from .few_layers import FewLayers, few_layers
 from .plan_cache import Kept
 
@@ -175,7 +176,10 @@ def searched_plan(
     and on all where these do not tell.
     """
     opened = open_composites(mod, target, hw=hw)
-    search = _Search(_Variant(opened, _Device(target, hw, policy)), few_layers(opened))
+    few = few_layers(opened)
+    blocks = (opened if few is None else few.mod)["main"].body.blocks
+    kernel_writers.begin(target, hw, policy, sum(len(block.bindings) for block in blocks))
+    search = _Search(_Variant(opened, _Device(target, hw, policy)), few)
     best = search.best()
     low, graph = best.lowered
     plan, _ = probed_plan(low, graph, best.plan, hw, policy, target)

@@ -21,3 +21,12 @@ class _NoTorch(PathFinder):
 def hide_torch() -> None:
     """From here on torch is not found."""
     sys.meta_path[sys.meta_path.index(PathFinder)] = _NoTorch
+
+
+def module_command(module: str, torch: bool) -> list[str]:
+    """The command of a module in a process of its own, which may import torch or not."""
+    if torch:
+        return [sys.executable, "-m", module]
+    hide = f"runpy.run_path({__file__!r})['hide_torch']()"
+    run = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", f"import runpy; {hide}; {run}"]

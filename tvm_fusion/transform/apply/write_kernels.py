@@ -12,7 +12,7 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -43,10 +43,29 @@ CLASS_ATTR = "tvm_fusion.kernel_class"
 """On fused PrimFuncs between `Materialize` and `WriteKernels`: the class that is to write them."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Wanted:
+    """A kernel that is to be written: its variable in the module, what it computes, its class, and
+    what tuning chose.
+    """
+
+    gvar: tvm.ir.GlobalVar
+    func: tirx.PrimFunc
+    class_name: str
+    choice: str = ""
+
+    @property
+    def name(self) -> str:
+        """What its PrimFunc is called."""
+        return self.gvar.name_hint
+
+
 class Ahead(Protocol):
     """Takes the kernels of a function one by one: see `flow.kernels_ahead`."""
 
     def forget(self) -> None: ...
+
+    def in_turn(self, wanted: Sequence[Wanted]) -> Iterator[Wanted]: ...
 
     def known(
         self, name: str, func: tirx.PrimFunc, class_name: str, choice: str = ""
@@ -128,12 +147,17 @@ def write_kernels(
         for gvar, func in sorted(functions.items(), key=turn)
         if classes.get(gvar.name_hint, STOCK) not in UNWRITTEN and isinstance(func, tirx.PrimFunc)
     ]
-    for gvar, func in stepped("kernels written", written, len(written)):
+    wanted = []
+    for gvar, func in written:
         symbol, name = gvar.name_hint, classes[gvar.name_hint]
         func = mark_constants(func, constants.get(symbol, ()))
         if hw.kind == "cuda" and gvar in outputs and _is_symbolic(func):
             func = func.with_attr(OUTPUTS_ATTR, outputs[gvar])
         choice = tuned.choice(func, name, policy) if tuned is not None else ""
+        wanted.append(Wanted(gvar, func, name, choice))
+    turns = wanted if ahead is None else ahead.in_turn(wanted)
+    for one in stepped("kernels written", turns, len(wanted)):
+        symbol, func, name, choice = one.name, one.func, one.class_name, one.choice
         kernel = None
         try:
             if choice:
@@ -150,7 +174,7 @@ def write_kernels(
             logger.warning("kernel class %s fails to write %s: %r", name, symbol, error)
             failures[symbol] = f"kernel class {name} failed: {type(error).__name__}: {error}"
             continue
-        functions[gvar] = kernel
+        functions[one.gvar] = kernel
     for gvar, func in mod.functions_items():
         if gvar.name_hint not in classes and isinstance(func, tirx.PrimFunc):
             known = constants.get(gvar.name_hint, ())
@@ -234,7 +258,7 @@ def _kernel(
     kernel = write()
     if kernel is None:
         return None
-    kernel = _named(kernel.with_attr("op_pattern", OPAQUE_PATTERN), func)
+    kernel = named(kernel, func)
     if ahead is not None:
         ahead.add(symbol, func, class_name, kernel, choice)
     return kernel
@@ -286,6 +310,11 @@ def write_kernel(
         if func.attrs and name in func.attrs:
             kernel = kernel.with_attr(name, func.attrs[name])
     return kernel.with_attr("op_pattern", OPAQUE_PATTERN)
+
+
+def named(kernel: tirx.PrimFunc, like: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The kernel of a PrimFunc, which TVM fuses with nothing, by the PrimFunc's name."""
+    return _named(kernel.with_attr("op_pattern", OPAQUE_PATTERN), like)
 
 
 def _named(kernel: tirx.PrimFunc, like: tirx.PrimFunc) -> tirx.PrimFunc:

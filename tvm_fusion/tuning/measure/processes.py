@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import TargetError
-from ...host import no_torch
 from ...host.cores import on_all_cores
+from ...host.no_torch import module_command
 from ...host.threads import kernel_threads
 
 PREFIX = "tvm_fusion_tune_"
@@ -288,15 +288,6 @@ class Worker:
             )
         theirs.close()
         self._connection = Connection(ours.detach())
-
-
-def module_command(module: str, torch: bool) -> list[str]:
-    """The command of a module in a process of its own, which may import torch or not."""
-    if torch:
-        return [sys.executable, "-m", module]
-    hide = f"runpy.run_path({no_torch.__file__!r})['hide_torch']()"
-    run = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
-    return [sys.executable, "-c", f"import runpy; {hide}; {run}"]
 
 
 def ready() -> None:

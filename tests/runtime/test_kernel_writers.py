@@ -1,0 +1,135 @@
+"""Kernels that processes beside this one write."""
+
+import pytest
+from tvm.relax import op
+
+from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.flow import kernel_writers
+from tvm_fusion.flow.kernel_writers import Job, KernelWriters, current_writers, writers_beside
+from tvm_fusion.flow.kernels_ahead import KernelsAhead
+from tvm_fusion.flow.planned import Planned
+from tvm_fusion.runtime.build.cuda_compiler import Compiler, DeviceCode
+
+from ..support.graphs import module
+
+TARGET, H200 = resolve_target("nvidia_h200")
+POLICY = load_policy(None)
+PATIENCE_S = 120.0
+
+
+@pytest.fixture(autouse=True)
+def _no_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path))
+    monkeypatch.setenv("TVM_FUSION_KERNEL_CACHE", "1")
+    monkeypatch.setattr(Compiler, "compile", lambda self, source, arch: DeviceCode(b"", ""))
+
+
+@pytest.fixture
+def planned():
+    """Three kernels: a product, rows, points."""
+
+    def body(bb, x, y, w):
+        rows = bb.emit(op.nn.softmax(bb.emit(op.matmul(x, w))))
+        return bb.emit(op.add(bb.emit(op.cumsum(rows, axis=1)), y))
+
+    sizes = (64, 128), (64, 64), (128, 64)
+    mod = module(body, *((size, "float16") for size in sizes))
+    return Planned.of(mod, TARGET, H200, POLICY)
+
+
+class Noting:
+    """Writers that note what they are given; `done` are answered."""
+
+    def __init__(self, done=()):
+        self.given, self.done = [], done
+
+    def begin(self, jobs, *how):
+        self.given += [job.name for job in jobs]
+        for job in jobs:
+            if job.name in self.done:
+                job.answer.set_result(None)
+
+    def stop(self):
+        self.given.append("stopped")
+
+
+def written(planned, writers=None):
+    with KernelsAhead(TARGET, H200, POLICY, writers) as ahead:
+        return planned.write(ahead), ahead.codes
+
+
+def test_a_process_writes_what_this_one_does(planned, tmp_path, monkeypatch):
+    _, plain = written(planned)
+    monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path / "other"))
+    jobs, offered = [], KernelWriters.begin
+
+    def all_answered(self, given, *how):
+        offered(self, given, *how)
+        jobs.extend(given)
+        assert [job.answer.result(PATIENCE_S) is not None for job in given] == [True] * len(given)
+
+    monkeypatch.setattr(KernelWriters, "begin", all_answered)
+    found, codes = written(planned, KernelWriters(1))
+    assert codes.keys() == plain.keys() == {job.name for job in jobs}
+    for name, code in codes.items():
+        assert [u.source for u in code.units] == [u.source for u in plain[name].units]
+        assert code.host.script(show_meta=True) == plain[name].host.script(show_meta=True)
+    assert all(job.path.exists() for job in jobs)
+    assert found.planned.plan == planned.plan
+
+
+def test_what_no_process_has_begun_is_written_here_from_the_end_on(planned, monkeypatch):
+    order, add = [], KernelsAhead.add
+
+    def noted(self, name, *how):
+        order.append(name)
+        return add(self, name, *how)
+
+    monkeypatch.setattr(KernelsAhead, "add", noted)
+    writers = Noting()
+    written(planned, writers)
+    assert len(order) > 1
+    assert writers.given == [*reversed(order), "stopped"]
+
+
+def test_what_a_process_cannot_write_is_written_here(planned, tmp_path, monkeypatch):
+    _, plain = written(planned)
+    monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path / "other"))
+    _, codes = written(planned, Noting(done=list(plain)))
+    assert codes.keys() == plain.keys()
+
+
+def test_a_process_that_ends_leaves_what_waits(tmp_path):
+    writers = KernelWriters(1)
+    job = Job("kernel", None, "pointwise", tmp_path / "kernel.json")
+    writers.stop()
+    writers.begin([job], TARGET, H200, POLICY, lambda code: code)
+    assert job.answer.cancel()
+
+
+@pytest.mark.parametrize(
+    ("operators", "cores", "asked", "count"),
+    [
+        (200, 16, "", 6),
+        (200, 8, "", 4),
+        (200, 4, "", 0),
+        (20, 16, "", 0),
+        (2, 2, "3", 3),
+        (200, 16, "0", 0),
+    ],
+)
+def test_processes_start_for_large_models_on_large_machines(
+    monkeypatch, operators, cores, asked, count
+):
+    began = []
+    monkeypatch.setenv(kernel_writers.VARIABLE, asked)
+    monkeypatch.setattr(kernel_writers, "available_cores", lambda: cores)
+    monkeypatch.setattr(kernel_writers, "KernelWriters", lambda n: began.append(n) or Noting())
+    kernel_writers.begin(TARGET, H200, POLICY, operators)
+    assert not began  # nothing is compiled
+    with writers_beside():
+        kernel_writers.begin(TARGET, H200, POLICY, operators)
+        started = current_writers()
+    assert began == [count] * bool(count)
+    assert (started.given == ["stopped"]) if count else (started is None)
+    assert current_writers() is None

@@ -1,0 +1,253 @@
+"""Kernels of a large model are written in processes beside this one, where cores are free.
+
+    this process:   planning ......... | writes the last, then asks for those that others wrote
+    each of these:  starts, imports TVM | writes and lowers one kernel after another
+
+Python's lock lets one thread of a process write at a time. A process is sent what a kernel computes
+and answers with its code, host functions and CUDA sources, as it stands in the kernel cache. What
+it cannot write is written here, which says why.
+
+They start when a model turns out to be planned anew (`begin`, within `writers_beside`), so that
+they are there when it is planned, and end when its kernels are written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import tvm
+from tvm import tirx
+from tvm_ffi.serialization import from_json_graph_str, to_json_graph_str
+
+from ..config import HardwareProfile, Policy
+from ..host.cores import available_cores, on_all_cores, use_all_cores
+from ..host.no_torch import module_command
+from ..runtime.build.kernel_code import KernelCode, kernel_code
+from ..runtime.build.lowering import is_tirx
+from ..transform.apply.write_kernels import KernelWriter, named
+from .kernel_cache import KernelCache, code_of, code_text, keep_text
+
+LEAST_CORES = 8
+"""Of a machine: a process takes one for two seconds to start, while nothing else waits for it."""
+MOST_PROCESSES = 6
+LEAST_OPERATORS = 80
+"""Of a model, equal layers counted a few times: those of fewer have no more than ten kernels."""
+VARIABLE = "TVM_FUSION_WRITERS"
+"""How many processes, whatever the model and the machine; 0 for none."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Job:
+    """A kernel to be written; its answer can be cancelled until a process begins with it.
+
+    Attributes
+    ----------
+    name, func, class_name
+        What it is called, what it computes, and who writes it.
+    path : Path
+        Where it is kept.
+    answer : Future
+        Its code; None where a process could not write it.
+    """
+
+    name: str
+    func: tirx.PrimFunc
+    class_name: str
+    path: Path
+    answer: Future[KernelCode | None] = field(default_factory=Future)
+
+
+class _Process:
+    """A process that writes kernels."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        }
+        with theirs, on_all_cores():
+            self._process = subprocess.Popen(
+                [*module_command(__name__, torch=False), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+            )
+        self._connection, self._lock = Connection(ours.detach()), threading.Lock()
+        self._is_ready = False
+
+    def serve(self, waiting: deque[Job], how: tuple, begun: Callable) -> None:
+        """Answers jobs until there are none; those that come to nothing are answered with None."""
+        use_all_cores()
+        try:
+            with self._lock:
+                if not self._is_ready:
+                    self._is_ready = self._connection.recv()
+                while waiting:
+                    with suppress(IndexError):  # another process was faster
+                        self._answer(waiting.popleft(), how, begun)
+        except Exception as error:  # it ended, say: what waits is written elsewhere
+            logger.info("a process writes no more kernels: %r", error)
+
+    def _answer(self, job: Job, how: tuple, begun: Callable[[KernelCode], KernelCode]) -> None:
+        if not job.answer.set_running_or_notify_cancel():
+            return
+        code = None
+        try:
+            text = to_json_graph_str(job.func)
+            self._connection.send((job.name, text, job.class_name, str(job.path), *how))
+            said = self._connection.recv()
+            code = None if said is None else begun(code_of(said))
+        finally:
+            job.answer.set_result(code)
+
+    def kill(self) -> subprocess.Popen:
+        """Ends it, whatever it does."""
+        self._process.kill()
+        return self._process
+
+
+class KernelWriters:
+    """Processes that write kernels, until they are stopped."""
+
+    def __init__(self, count: int) -> None:
+        logger.info("%d processes write kernels", count)
+        self._processes = [_Process() for _ in range(count)]
+
+    def begin(
+        self,
+        jobs: Sequence[Job],
+        target: tvm.target.Target,
+        hw: HardwareProfile,
+        policy: Policy,
+        begun: Callable[[KernelCode], KernelCode],
+    ) -> None:
+        """Has jobs done, the first ones first; `begun` takes the code of each."""
+        how = to_json_graph_str(target), hw, policy, tvm.transform.PassContext.current().opt_level
+        waiting = deque(jobs)
+        for process in self._processes:
+            arguments = waiting, how, begun
+            threading.Thread(target=process.serve, args=arguments, daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        for ended in [process.kill() for process in self._processes]:
+            ended.wait()
+        self._processes = []
+
+
+@dataclass(eq=False, slots=True)
+class _Beside:
+    """The processes of what is compiled, once they are there."""
+
+    writers: KernelWriters | None = None
+
+
+_beside: ContextVar[_Beside | None] = ContextVar("beside", default=None)
+
+
+@contextmanager
+def writers_beside() -> Iterator[None]:
+    """Lets a model that is compiled within have its kernels written in other processes."""
+    own = _Beside()
+    token = _beside.set(own)
+    try:
+        yield
+    finally:
+        _beside.reset(token)
+        if own.writers is not None:
+            own.writers.stop()
+
+
+def begin(target: tvm.target.Target, hw: HardwareProfile, policy: Policy, operators: int) -> None:
+    """Starts the processes of a model of so many operators, if that is worth it."""
+    own, count = _beside.get(), _count(operators) if target.kind.name == "cuda" else 0
+    if own is not None and own.writers is None and count and KernelCache.of(target, hw, policy):
+        try:
+            own.writers = KernelWriters(count)
+        except OSError as error:  # no memory for them, say
+            logger.info("kernels are written here alone: %s", error)
+
+
+def current_writers() -> KernelWriters | None:
+    """The processes that `begin` started."""
+    own = _beside.get()
+    return None if own is None else own.writers
+
+
+def _count(operators: int) -> int:
+    asked, cores = os.environ.get(VARIABLE, ""), available_cores()
+    if asked.isdecimal():
+        return int(asked)
+    if operators < LEAST_OPERATORS or cores < LEAST_CORES:
+        return 0
+    return min(MOST_PROCESSES, cores // 2)
+
+
+def has_plain_passes() -> bool:
+    """Whether passes have no options that other processes would have to be told."""
+    context = tvm.transform.PassContext.current()
+    return not (context.instruments or context.disabled_pass or context.required_pass) and not dict(
+        context.config
+    )
+
+
+# ---- the process itself: `python -m tvm_fusion.flow.kernel_writers FD`
+
+
+def main(descriptor: int) -> None:
+    """Writes the kernels that come through a socket, until its other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks decides what it means
+    with Connection(descriptor) as connection, suppress(EOFError, OSError):
+        connection.send(True)
+        while True:
+            connection.send(_written(*connection.recv()))
+
+
+def _written(
+    name: str,
+    text: str,
+    class_name: str,
+    path: str,
+    target: str,
+    hw: HardwareProfile,
+    policy: Policy,
+    level: int,
+) -> str | None:
+    """The code of a kernel, kept in the cache; None where it is for another process to say why it
+    cannot be written, or not lowered by itself.
+    """
+    func, device = from_json_graph_str(text), from_json_graph_str(target)
+    try:
+        with device, tvm.transform.PassContext(opt_level=level):
+            kernel = named(KernelWriter(hw, policy).kernel(func, class_name), func)
+            if not is_tirx(kernel):
+                return None
+            code = code_text(kernel_code(name, kernel, device, early=True))
+    except Exception:  # the process that asks writes it again, and says what is wrong
+        return None
+    keep_text(Path(path), code)
+    return code
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
