@@ -1,6 +1,7 @@
 """Graphs that repeat themselves: what is found, and plans that are the same as without looking."""
 
 import pytest
+from tvm import relax
 from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
@@ -45,6 +46,34 @@ def chain(periods, results=False):
 
     shapes = [((64, 128), F16)] * 2 + [((128,), F16)] * periods
     return module(emit, *shapes)
+
+
+def masked(periods):
+    """Layers of attention that all take one mask, which each of them computes again."""
+
+    def emit(bb, x, rows, columns, *weights):
+        mask = bb.emit(op.less_equal(columns, rows))
+        for weight in weights:
+            scores = bb.emit(op.matmul(x, weight))
+            lowest = relax.const(-1e4, F16)
+            x = bb.emit(op.nn.softmax(bb.emit(op.where(mask, scores, lowest)), axis=-1))
+        return x
+
+    shapes = [((512, 512), F16), ((512, 1), F16), ((1, 512), F16)]
+    return module(emit, *shapes, *[((512, 512), F16)] * periods)
+
+
+def counting(periods):
+    """Layers of which each raises a counter of its own, all of them in one launch."""
+
+    def emit(bb, x, *given):
+        raised = []
+        for weight, counter in zip(given[:periods], given[periods:], strict=True):
+            raised.append(bb.emit(op.add(counter, relax.const(1, "int64"))))
+            x = bb.emit(op.tanh(bb.emit(op.matmul(x, weight))))
+        return x, *raised
+
+    return module(emit, *[((512, 512), F16)] * (periods + 1), *[((), "int64")] * periods)
 
 
 def test_a_chain_of_layers_is_one_repeat_of_as_many_periods():
@@ -128,6 +157,8 @@ MODELS = {
     "chain with results": lambda: chain(12, results=True),
     "transformer": lambda: transformer(8, **SMALL),
     "transformer with a cache": lambda: transformer(8, **SMALL, keep=True),
+    "layers of one mask": lambda: masked(12),
+    "layers with counters": lambda: counting(24),
     "one layer is different": lambda: transformer(14, **SMALL, odd=7),
 }
 

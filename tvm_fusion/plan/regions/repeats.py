@@ -11,12 +11,13 @@ later, or the same tensors (a mask), or inputs of the function of its own (weigh
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ...errors import PlanError
 from ...ir.graph import FusionGraph, Op
-from ..search.solution import Launch, Solution, check_solution, in_order
+from ..legality import Evaluator
+from ..search.solution import Launch, Solution, check_solution, in_order, members_of, time_us
 
 # Planning a graph that repeats itself: a few periods are planned, the others follow.
 #
@@ -55,24 +56,38 @@ class Shortened:
         """Periods taken out."""
         return self.repeat.count - self.head - self.tail
 
-    def expand(self, launches: Solution) -> Solution | None:
+    def expand(self, launches: Solution, evaluator: Evaluator | None = None) -> Solution | None:
         """The solution of the whole graph that a solution of the short one stands for; None if that
-        is not periodic.
+        is not periodic, or if a launch that has parts in all periods is refused by the evaluator of
+        the whole graph.
         """
-        kept = Repeat(self.repeat.start, self.repeat.period, self.head + self.tail)
-        starts = {launch: self._start(kept, launch) for launch in launches}
-        if None in starts.values():
-            return None
+        for start_of in (self._start, self._first_inside):
+            starts = {launch: start_of(launch) for launch in launches}
+            through = [self._through(x) for x, start in starts.items() if start is None]
+            if None in through:
+                continue
+            if evaluator is not None and any(time_us(evaluator, x) is None for x in through):
+                continue
+            starts = {launch: start for launch, start in starts.items() if start is not None}
+            if (found := self._expanded(starts, through)) is not None:
+                return found
+        return None
+
+    def _expanded(self, starts: Mapping[Launch, int], through: list[Launch]) -> Solution | None:
+        """The same, of launches and the periods in which they start, and of those that have parts
+        in all periods of the whole graph.
+        """
+        period = self.repeat.period
         before = {x for x, start in starts.items() if start == self.head - 1}
         behind = {x for x, start in starts.items() if start == self.head}
-        if {_moved(self.short, self.short, x, kept.period) for x in before} != behind:
+        if {self._moved(self.short, x, period) for x in before} != behind:
             return None
-        whole: list[Launch] = []
+        whole = list(through)
         for launch, start in starts.items():
             copies = range(self.missing + 1) if start == self.head - 1 else (0,)
             if start >= self.head:
                 copies = (self.missing,)
-            whole += [_moved(self.short, self.graph, launch, n * kept.period) for n in copies]
+            whole += [self._moved(self.graph, launch, n * period) for n in copies]
         try:
             found = in_order(self.graph, whole)
             check_solution(self.graph, found)
@@ -80,14 +95,74 @@ class Shortened:
             return None
         return found
 
-    def _start(self, kept: Repeat, launch: Launch) -> int | None:
+    @property
+    def _kept(self) -> Repeat:
+        """The repeat in the short graph."""
+        return Repeat(self.repeat.start, self.repeat.period, self.head + self.tail)
+
+    def _start(self, launch: Launch) -> int | None:
         """The period in which a launch starts; None if it spans too many to be periodic."""
         first = (launch.members & -launch.members).bit_length() - 1
-        start, end = kept.period_of(first), kept.period_of(launch.members.bit_length() - 1)
+        start, end = (self._kept.period_of(op) for op in (first, launch.members.bit_length() - 1))
         if start >= self.head:
             return start
         most = self.head - 1 if start < 0 else start + 1
         return start if end <= most else None
+
+    def _first_inside(self, launch: Launch) -> int | None:
+        """The same, but what is computed again of operators in front of all periods (a mask) is of
+        no period.
+        """
+        inside = launch.members >> self.repeat.start << self.repeat.start
+        if inside in (0, launch.members):
+            return self._start(launch)
+        return self._start(Launch(inside, launch.stores))
+
+    def _through(self, launch: Launch) -> Launch | None:
+        """A launch that has equal parts in the periods beside the gap (counters of all layers),
+        with such parts in those that are missing; None where they are not equal, one reads what
+        another computes, or there are none.
+        """
+        period, start = self.repeat.period, self.repeat.start
+        gap = start + self.head * period
+        parts = [self._part(launch, gap - period), self._part(launch, gap)]
+        if parts[0] != parts[1] or not parts[0][0]:
+            return None
+        before = launch.members >> start << start & (1 << gap) - 1
+        if any(self.short.ancestors[gap + op] & before for op in members_of(parts[1][0])):
+            return None
+        (members, places), by = parts[0], self.missing * period
+        behind = launch.members >> gap
+        whole = launch.members ^ behind << gap | behind << gap + by
+        stores = [(op + by if op >= gap else op, place) for op, place in self._places(launch)]
+        for first in range(gap, gap + by, period):
+            whole |= members << first
+            stores += [(op + first, place) for op, place in places]
+        tensors = (self.graph.ops[op].outputs[place] for op, place in stores)
+        return Launch(whole, tuple(sorted(tensors)))
+
+    def _part(self, launch: Launch, first: int) -> tuple[int, list[tuple[int, int]]]:
+        """What a launch computes and stores in the period from an operator on, counted from it."""
+        period = self.repeat.period
+        places = ((op - first, place) for op, place in self._places(launch))
+        inside = [(op, place) for op, place in places if 0 <= op < period]
+        return launch.members >> first & (1 << period) - 1, inside
+
+    def _places(self, launch: Launch) -> list[tuple[int, int]]:
+        """What a launch stores: operators of the short graph, and which of their results."""
+        makers = [(self.short.tensors[t].producer, t) for t in launch.stores]
+        return [(op, self.short.ops[op].outputs.index(t)) for op, t in makers]
+
+    def _moved(self, target: FusionGraph, launch: Launch, by: int) -> Launch:
+        """A launch of the operators so many further on; those in front of all periods stay."""
+        start, stores = self.repeat.start, []
+        for op, place in self._places(launch):
+            op += by if op >= start else 0
+            if op >= len(target.ops):
+                return Launch(0, ())
+            stores.append(target.ops[op].outputs[place])
+        inside = launch.members >> start << start
+        return Launch(launch.members ^ inside | inside << by, tuple(stores))
 
 
 def shortened(graph: FusionGraph, repeats: list[Repeat], tries: int = 2) -> Iterator[Shortened]:
@@ -101,18 +176,6 @@ def shortened(graph: FusionGraph, repeats: list[Repeat], tries: int = 2) -> Iter
 KEPT = ((2, 2), (3, 3))  # first and last periods that are planned
 LEAST_MISSING = 2  # periods; fewer are planned as fast as they are left out
 LEAST_PERIODS = min(map(sum, KEPT)) + LEAST_MISSING
-
-
-def _moved(source: FusionGraph, target: FusionGraph, launch: Launch, by: int) -> Launch:
-    """A launch of the operators so many further on."""
-    stores = []
-    for t in launch.stores:
-        op = source.tensors[t].producer
-        place = source.ops[op].outputs.index(t)
-        if op + by >= len(target.ops):
-            return Launch(0, ())
-        stores.append(target.ops[op + by].outputs[place])
-    return Launch(launch.members << by, tuple(stores))
 
 
 def _without(graph: FusionGraph, repeat: Repeat, periods: int, head: int) -> FusionGraph:

@@ -268,7 +268,7 @@ def _solved(evaluator: Evaluator, known: dict[tuple, Solution]) -> Solution:
             wired = tuple((op.name, op.inputs) for op in form.short.ops)
             if wired not in known:
                 known[wired] = _solved(evaluator.on(form.short), known)
-            found = form.expand(known[wired])
+            found = form.expand(known[wired], evaluator)
             if found is not None:
                 return found
     return solve_whole(evaluator)
