@@ -137,6 +137,9 @@ OWN: dict[str, Callable[[], tvm.IRModule]] = {
     "small/float8": lambda: module(
         lambda bb, x: op.astype(bb.emit(op.multiply(x, x)), "float8_e4m3fn"), ((64, 128), "float32")
     ),
+    "small/from_float8": lambda: module(
+        lambda bb, x: op.astype(x, "float32"), ((64, 128), "float8_e4m3fn")
+    ),
     "small/scan": lambda: module(
         _tanh(lambda bb, x: op.cumsum(x, axis=-1)), ((64, 5000), "float32")
     ),

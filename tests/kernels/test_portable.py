@@ -36,12 +36,18 @@ def test_hopper_with_its_own_features_is_told_apart():
 @needs_nvcc
 @pytest.mark.parametrize(
     ("case", "arch"),
-    [("small/product", "sm_120"), ("small/softmax", "sm_103"), ("small/float8", "sm_80")],
+    [
+        ("small/product", "sm_120"),
+        ("small/softmax", "sm_103"),
+        ("small/float8", "sm_80"),
+        ("small/from_float8", "sm_86"),
+    ],
 )
 def test_a_few_kernels_are_compiled(case, arch, pool):
     one = compiled(case, arch, pool)
     assert one.wrong == []
     assert one.kernels
+    assert "fallback" not in one.families
     assert not any(kernel.spill_bytes for kernel in one.kernels)
 
 

@@ -97,7 +97,7 @@ class Compiler:
         """Compile without any cache; raises BuildError with the compiler's own words. PTX comes
         with what ptxas says of the same kernels for the architecture that it is of.
         """
-        source = split_arrays(with_wide_vectors(least_integers(source)))
+        source = split_arrays(with_wide_vectors(least_integers(with_float8(source))))
         known = self.nearest(arch)
         code = self._compile(source, arch)
         if known == arch:
@@ -281,6 +281,17 @@ _LEAST = re.compile(r"(?<![\w.])-2147483648(?![\w.])")
 def least_integers(source: str) -> str:
     """Return CUDA source in which the least int32 is an int."""
     return _LEAST.sub("(-2147483647 - 1)", source)
+
+
+# ---- 8-bit floats before sm_89: TVM 0.27 includes their header from there on, but the header has
+# conversions by arithmetic for all architectures.
+
+_FLOAT8_GUARD = "#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 890)\n#include <cuda_fp8.h>"
+
+
+def with_float8(source: str) -> str:
+    """Return CUDA source that has 8-bit floats on any architecture, where it names them."""
+    return source.replace(_FLOAT8_GUARD, "#if 1\n#include <cuda_fp8.h>")
 
 
 # ---- Vectors of six and of eight elements, which CUDA has not: TVM 0.27 keeps two elements in each

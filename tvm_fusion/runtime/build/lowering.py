@@ -231,12 +231,14 @@ def mixed_tir_pipeline() -> TIRPipeline:
         scheduled = {gv: f for gv, f in bare.items() if gv not in written}
         apart = {gv: scheduled.pop(gv) for gv, f in list(scheduled.items()) if _is_apart(f)}
         lowered = {}
+        on_gpu = {gv: written.pop(gv) for gv, f in list(written.items()) if _is_on_gpu(f)}
         parts = ((scheduled, lower_s_tir), (apart, _without_reuse(lower_s_tir)))
-        for functions, passes in (*parts, (written, lower_tirx)):
+        ours = ((on_gpu, _with_float8(lower_tirx)), (written, lower_tirx))
+        for functions, passes in (*parts, *ours):
             if functions:
                 part = passes(tvm.IRModule(functions, attrs=mod.attrs))
                 lowered.update(part.functions_items())
-        if any(COOPERATIVE_ATTR in func.attrs for func in written.values()):
+        if any(COOPERATIVE_ATTR in func.attrs for func in (*on_gpu.values(), *written.values())):
             lowered = {gv: _launched_at_once(func) for gv, func in lowered.items()}
         merged = with_exact_doubles(tvm.IRModule(lowered, attrs=mod.attrs))
         merged = with_version_names(mod, with_kept_nan(merged))
@@ -298,13 +300,32 @@ def _is_apart(func: tirx.PrimFunc) -> bool:
     return bool(func.attrs.get(APART_ATTR, False))
 
 
+def _is_on_gpu(func: tirx.PrimFunc) -> bool:
+    return target_kind(func) == "cuda"
+
+
+def _with_float8(passes: tvm.transform.Pass) -> Callable[[tvm.IRModule], tvm.IRModule]:
+    """Passes that leave 8-bit floats as they are, which CUDA's headers convert on any architecture:
+    before sm_89 TVM 0.27 makes float32 of a kernel's local buffers of them and leaves their
+    definitions out.
+    """
+    return _changed(passes, ("tirx.FP8ComputeLegalize", "tirx.FP8StorageLegalize"), {})
+
+
 def _without_reuse(passes: tvm.transform.Pass) -> Callable[[tvm.IRModule], tvm.IRModule]:
     """Passes without `StorageRewrite`."""
+    return _changed(passes, (), {"tirx.disable_storage_rewrite": True})
+
+
+def _changed(
+    passes: tvm.transform.Pass, without: tuple[str, ...], options: dict[str, bool]
+) -> Callable[[tvm.IRModule], tvm.IRModule]:
+    """Passes in their context, but without some, and with options."""
 
     def run(mod: tvm.IRModule) -> tvm.IRModule:
         context = tvm.transform.PassContext.current()
-        config = {**context.config, "tirx.disable_storage_rewrite": True}
-        required, disabled = list(context.required_pass), list(context.disabled_pass)
+        config = {**context.config, **options}
+        required, disabled = list(context.required_pass), [*context.disabled_pass, *without]
         with tvm.transform.PassContext(context.opt_level, required, disabled, config=config):
             return passes(mod)
 
