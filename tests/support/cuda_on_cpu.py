@@ -223,7 +223,7 @@ def _launch(
     dynamic = shape.pop("tirx.use_dyn_shared_memory", 0)
     if shape:
         raise NotImplementedError(f"launch parameters {sorted(shape)}")
-    numbers = [ctypes.c_longlong(a) if isinstance(a, int) else a for a in args[:count]]
+    numbers = [_number(a) for a in args[:count]]
     pointers = (ctypes.c_void_p * count)(*(_argument(a) for a in numbers))
     lows = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
     bytes_of = (ctypes.c_longlong * len(tensors))(*(_nbytes(t) for t in tensors))
@@ -297,6 +297,13 @@ def _library(text: str) -> ctypes.CDLL:
         library = _compile(text)
     library.run.restype = ctypes.c_char_p
     return library
+
+
+def _number(value: object) -> object:
+    """A number as kernels take it: of floats, only float32 is computed by a host."""
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    return ctypes.c_longlong(value) if isinstance(value, int) else value
 
 
 def _argument(value: object) -> int:

@@ -36,7 +36,7 @@ OUTPUTS_ATTR = "tvm_fusion.outputs"
 
 VERSIONS_ATTR = "tvm_fusion.versions"
 """Of a PrimFunc of which a call launches one of several kernels: the largest size of each but the
-last."""
+last, or the name of its range (`kernels.versions`)."""
 PLACED_ATTR = "tvm_fusion.placed"
 """On a join once its parts have the pitch of the whole: the byte at which each begins
 (`transform.apply.place_parts`)."""

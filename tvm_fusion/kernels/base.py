@@ -158,7 +158,7 @@ class Family:
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc:
         """The kernel of a fused PrimFunc: of one of the configurations of `ranked`, None for the
-        best guess.
+        best guess; where a size is symbolic, for the best guess of each range of it.
 
         Raises
         ------
@@ -166,6 +166,10 @@ class Family:
             No kernel of the family computes the function.
         """
         writer = self.writer(hw)
+        if config is None and writer.versions is not None:
+            found = writer.versions(writer, func, hw, policy)
+            if found is not None:
+                return found
         problem = writer.read(func, policy.rounding == "exact")
         return writer.emit(problem, hw, policy, config)
 

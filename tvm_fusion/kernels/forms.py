@@ -50,11 +50,14 @@ class Writer:
     read : (func, exact) -> the problem of a fused PrimFunc; with `exact`, keeping every rounding of
         the unfused graph. Raises Unsupported where the function is none.
     forms : the ways to write it.
+    versions : (writer, func, hw, policy) -> one kernel for each range of a symbolic size, in one
+        function; None where it has none (`versions`).
     """
 
     what: str
     read: Callable[[tirx.PrimFunc, bool], Any]
     forms: tuple[Form, ...]
+    versions: Callable[[Writer, tirx.PrimFunc, HardwareProfile, Policy], Any] | None = None
 
     def ranked(self, problem: Any, hw: HardwareProfile, policy: Policy) -> Ranked:
         """Predicted seconds and configurations of all forms, the fastest first.

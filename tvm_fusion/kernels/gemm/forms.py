@@ -16,6 +16,7 @@ from .simt.kernel import emit_gemm_simt, simt_ranked
 from .skinny.config import SkinnyConfig
 from .skinny.kernel import emit_gemm_skinny
 from .skinny.rank import skinny_ranked
+from .versions import write_versions
 
 WRITER = Writer(
     "a matrix product",
@@ -27,4 +28,5 @@ WRITER = Writer(
         Form("mma", MmaConfig, mma_ranked, emit_gemm_mma),
         Form("simt", SimtConfig, simt_ranked, emit_gemm_simt),
     ),
+    write_versions,
 )

@@ -18,9 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
-
-from tvm import tirx
 
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
@@ -40,7 +37,6 @@ from .partials import RowRuns, refuse_partials, row_runs
 from .product import Product, match_product
 from .side_by_side import are_siblings, components, depends_on_another, refuse_side_by_side
 from .time import SKINNY_ROWS, predict
-from .versions import write_versions
 
 # What may stand in a launch of matrix products: siblings, epilogues, and what makes operands.
 
@@ -301,18 +297,6 @@ class Gemm(Family):
         from .forms import WRITER
 
         return WRITER
-
-    def write(
-        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
-    ) -> tirx.PrimFunc:
-        """As `Family.write`; with a symbolic size and no configuration, a kernel for each range of
-        sizes (`versions`).
-        """
-        if config is None and hw.kind == "cuda":
-            found = write_versions(self.writer(hw), func, hw, policy)
-            if found is not None:
-                return found
-        return super().write(func, hw, policy, config)
 
     def _operand_dtype(self, group: GroupView) -> str:
         for block in group.blocks:

@@ -70,11 +70,16 @@ class Windows:
         self.analyzer = program.analyzer()
         self.base = _base(program, width, self.analyzer)
         unit = math.gcd(known_factor(self.base, self.analyzer), width)
+        self.slack = width - unit
         columns = program.columns
         if isinstance(columns, int):
             self.interior: Extent = max(columns // width - 1, 0)
-            self.most: Extent = -(-(columns + width - unit) // width)
+            self.most: Extent = self.most_of(columns)
         self.skewed = {tile.var: self.gap(tile.offset) % width != 0 for tile in program.tiles}
+
+    def most_of(self, columns: int) -> int:
+        """Vectors of the row of so many columns that has most of them."""
+        return -(-(columns + self.slack) // self.width)
 
     def gap(self, offset: Expr) -> int:
         """Largest number known to divide the distance of `offset` from the rows' start (or 0)."""

@@ -13,7 +13,15 @@ from ..gpu.windows import row_width
 from ..group.traffic import clusters_on_device
 from ..program.program import Program
 from .config import WARP, Form, RowConfig
-from .cost import estimate_rows, registers_limit, ring_bytes, row_resources, wanted_registers
+from .cost import (
+    ENDS,
+    elements_a_thread,
+    estimate_rows,
+    registers_limit,
+    ring_bytes,
+    row_resources,
+    wanted_registers,
+)
 from .work import RowWork, row_work
 
 if TYPE_CHECKING:
@@ -56,8 +64,8 @@ def row_ranked(
     """As `row_configs`, each with its predicted seconds; None for rows of symbolic length."""
     if not isinstance(program.columns, int):
         return [(None, config) for config in row_candidates(program, hw)]
-    work = _work(program, hw)
-    return ranked(_candidates(program, work, hw), work, hw)
+    work = work_of(program, hw)
+    return ranked(candidates_of(program, work, hw), work, hw)
 
 
 def ranked(
@@ -94,10 +102,10 @@ def row_candidates(program: Program, hw: HardwareProfile) -> list[RowConfig]:
     if not isinstance(program.columns, int):
         width = row_width(program)
         return [RowConfig(Form.LOOP, threads, width=width, unroll=2) for threads in (256, 128, 512)]
-    return list(_candidates(program, _work(program, hw), hw))
+    return list(candidates_of(program, work_of(program, hw), hw))
 
 
-def _work(program: Program, hw: HardwareProfile) -> RowWork:
+def work_of(program: Program, hw: HardwareProfile) -> RowWork:
     if program.columns == 0 or (program.is_static and program.row_count == 0):
         raise Unsupported("there is nothing to reduce")
     return row_work(program, _widths(program, hw), hw.special_slots)
@@ -108,6 +116,8 @@ def _widths(program: Program, hw: HardwareProfile) -> list[int]:
     there are fewer vectors than threads.
     """
     widest, whole = row_width(program), vector_width(program)
+    if not isinstance(program.columns, int):
+        return [widest]
     widths = [widest, whole]
     threads = hw.num_sms * hw.max_threads_per_block
     if program.is_static and program.row_count * program.columns < threads * whole:
@@ -115,7 +125,10 @@ def _widths(program: Program, hw: HardwareProfile) -> list[int]:
     return list(dict.fromkeys(widths))
 
 
-def _candidates(program: Program, work: RowWork, hw: HardwareProfile) -> Iterator[RowConfig]:
+def candidates_of(program: Program, work: RowWork, hw: HardwareProfile) -> Iterator[RowConfig]:
+    """Configurations worth an estimate for the rows of `work`, which are those of the program or,
+    where sizes are symbolic, some of them.
+    """
     clusters = _clusters(program, hw)
     for width in work.accesses:
         yield from _held(work, width, clusters, hw)
@@ -146,7 +159,7 @@ def _held(
                 if threads * rows > WARP and rows >= 2 * work.rows:
                     continue
                 config = RowConfig(threads=threads, rows=rows, width=width, cluster=cluster)
-                if _fits(work, config, hw):
+                if fits(work, config, hw):
                     yield config
 
 
@@ -222,11 +235,27 @@ def _resident(
                     min_blocks=1,
                 )
                 ring = ring_bytes(work, config) + hw.smem_reserved_per_block_bytes
-                fits = 0 < ring <= hw.smem_per_block_bytes and _fits(work, config, hw)
-                if fits and vectors % cluster == 0 and threads <= vectors // cluster:
+                held = 0 < ring <= hw.smem_per_block_bytes and fits(work, config, hw)
+                if held and vectors % cluster == 0 and threads <= vectors // cluster:
                     yield config
 
 
-def _fits(work: RowWork, config: RowConfig, hw: HardwareProfile) -> bool:
+def fits(work: RowWork, config: RowConfig, hw: HardwareProfile) -> bool:
     """Whether registers hold what they should."""
     return wanted_registers(work, config) <= registers_limit(config, hw)
+
+
+def bounded(
+    configs: Iterable[RowConfig], lengths: Iterable[int], work: RowWork, hw: HardwareProfile
+) -> Iterator[RowConfig]:
+    """Configurations for rows of symbolic length, up to each of `lengths` where rows are held."""
+    for config in configs:
+        if config.form is Form.LOOP:
+            yield config
+            continue
+        for most in lengths:
+            own = replace(config, most=most)
+            if fits(work, own, hw) and (
+                config.threads >= ENDS or elements_a_thread(work, own) == config.width
+            ):
+                yield own

@@ -40,6 +40,9 @@ class RowConfig:
     min_blocks : blocks a multiprocessor that ptxas must leave registers for; 0: no demand.
     load, store : cache hints (memory.py).
     online : run sums of exponentials along with their maximum.
+    most : REGISTERS, rows of symbolic length: columns of the longest row that is held, which the
+        host sees to; 0 where the length is known.
+    least : columns of the shortest one: what all rows have is not asked for.
     """
 
     form: Form = Form.REGISTERS
@@ -55,6 +58,8 @@ class RowConfig:
     load: str = "nc"
     store: str = "wb"
     online: bool = True
+    most: int = 0
+    least: int = 0
 
     @property
     def runs_online(self) -> bool:
@@ -66,7 +71,7 @@ class RowConfig:
     def tag(self) -> str:
         """Short name for reports: the form and what differs from the defaults."""
         parts = [f"{self.form}-t{self.threads}x{self.rows}-v{self.width}"]
-        letters = {"cluster": "c", "stages": "s", "resident": "p", "min_blocks": "b"}
+        letters = {"cluster": "c", "stages": "s", "resident": "p", "min_blocks": "b", "most": "m"}
         for name, letter in letters.items():
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             parts += [f"{letter}{value}"] if value != default else []

@@ -39,6 +39,8 @@ AHEAD = 48
 """Elements that a thread may hold for the compiler to load shared vectors ahead."""
 REGISTER_STEP = 8
 """Registers are given to threads in multiples of this."""
+ENDS = 4
+"""Threads that hold the vectors at the ends of a row apart from the others: there are three."""
 SPILLED_BYTES = 24
 """Bytes moved for a register too many: it is stored and loaded several times, once a sweep."""
 PARTIAL_BYTES = 4 * WARP
@@ -91,7 +93,17 @@ def elements_a_thread(work: RowWork, config: RowConfig) -> int:
     """Columns that a thread holds at a time."""
     if config.form is Form.LOOP:
         return config.unroll * config.width
-    return work.chunks(config.width, config.threads * config.cluster) * config.width
+    return chunks_a_thread(work, config, config.most or work.columns) * config.width
+
+
+def chunks_a_thread(work: RowWork, config: RowConfig, columns: int) -> int:
+    """Vectors of a thread where rows are so long. Of rows of symbolic length that start anywhere,
+    the vectors at both ends are apart from the others where a thread holds several.
+    """
+    threads = config.threads * config.cluster
+    found = work.chunks(config.width, threads, columns)
+    apart = config.most and work.accesses[config.width].slack
+    return found + bool(apart and work.chunks(config.width, threads, config.most) > 1)
 
 
 def wanted_registers(work: RowWork, config: RowConfig) -> float:
@@ -158,7 +170,7 @@ class _Model:
         self.sweeps = work.sweeps(config.runs_online, config.form is not Form.LOOP)
         self.resources: RowResources = row_resources(work, config, hw)
         self.cycle = 1 / (hw.clock_ghz * 1e9)
-        self.chunks = work.chunks(config.width, config.threads * config.cluster)
+        self.chunks = chunks_a_thread(work, config, work.columns)
         self.each = self.chunks * config.width
         self.blocks = -(-work.rows // config.rows) * config.cluster
         self.streams = config.form is Form.LOOP or not work.held_again(config.runs_online)

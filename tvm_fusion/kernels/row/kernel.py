@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING
 from tvm import tirx
 
 from ...errors import Unsupported
-from .. import forms
 from ..gpu.closed_forms import closed_forms
 from ..gpu.frame import Frame, kernel_frame, launch_bounds, then
 from ..group.traffic import clusters_on_device
-from ..program.analysis import analyze
 from ..program.expr import constant, convert, dtype_of
 from ..program.narrow import narrow_indices
 from ..program.online import merge_online
 from ..program.program import Extent, Program
 from .bulk import BulkRows
-from .candidates import row_configs, row_ranked
+from .candidates import row_configs
 from .config import Form, RowConfig
 from .exchange import WARP
 from .loop import LoopRows
@@ -35,7 +33,8 @@ def emit_row(program: Program, config: RowConfig, hw: HardwareProfile) -> tirx.P
 
     Parameters
     ----------
-    program : with at least one reduction; its rows may be symbolic, its columns in LOOP form.
+    program : with at least one reduction; its rows may be symbolic, its columns in LOOP form and
+        in REGISTERS with a bound (`config.most`).
     config : one of `row_configs(program, hw)`, or any that its docstring allows.
 
     Raises
@@ -66,7 +65,8 @@ def emit_row(program: Program, config: RowConfig, hw: HardwareProfile) -> tirx.P
 def _check(program: Program, config: RowConfig, hw: HardwareProfile) -> None:
     if not program.phases:
         raise Unsupported("the program does not reduce")
-    if not isinstance(program.columns, int) and config.form is not Form.LOOP:
+    bounded = config.form is Form.REGISTERS and config.most > 0
+    if not isinstance(program.columns, int) and config.form is not Form.LOOP and not bounded:
         raise Unsupported(f"rows of symbolic length {program.columns}")
     if program.accumulations:
         raise Unsupported("sums over the rows")
@@ -105,14 +105,3 @@ def _if_rows_exist(
     if isinstance(rows, int):
         return contextlib.nullcontext()
     return then(convert(frame.block, program.index_dtype) * config.rows < rows)
-
-
-WRITER = forms.Writer(
-    "reductions of rows",
-    analyze,
-    (
-        forms.Form(
-            "row", RowConfig, row_ranked, lambda program, hw, config: emit_row(program, config, hw)
-        ),
-    ),
-)

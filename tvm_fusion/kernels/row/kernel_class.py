@@ -91,7 +91,7 @@ class Row(Family):
     def writer(self, hw: HardwareProfile) -> Writer:
         if hw.kind == "llvm":
             return super().writer(hw)
-        from .kernel import WRITER
+        from .forms import WRITER
 
         return WRITER
 

@@ -12,8 +12,11 @@ from collections.abc import Callable, Iterable
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
+from ...errors import Unsupported
 from ..gpu.frame import then
-from ..program.program import Reduction, Tile
+from ..program.expr import convert
+from ..program.program import Extent, Reduction, Tile
+from .cost import ENDS
 from .exchange import carried, finite, is_arg, rescale, warp_reduce
 from .steps import Chunk, Load, Step
 from .sweeps import WARP, RowKernel
@@ -24,6 +27,8 @@ class RegisterRows(RowKernel):
 
     def emit(self) -> None:
         """The body of the kernel."""
+        if self._ends_apart and self.stride < ENDS:
+            raise Unsupported(f"ends of rows of symbolic length in {self.stride} threads")
         self.allocate(self.chunks * self.config.width)
         count = self.program.row_count
         exact = isinstance(count, int) and count % self.config.rows == 0
@@ -34,7 +39,7 @@ class RegisterRows(RowKernel):
     # ---- chunks
 
     @property
-    def share(self) -> int:
+    def share(self) -> Extent:
         """Vectors that the threads of this block walk over."""
         return self.vectors
 
@@ -46,7 +51,31 @@ class RegisterRows(RowKernel):
     @property
     def chunks(self) -> int:
         """Vectors a thread, the last one perhaps beyond the end."""
-        return -(-self.share // self.stride)
+        if self._ends_apart:
+            return -(-(self.config.most // self.config.width - 1) // self.stride) + 1
+        return -(-self._most() // self.stride)
+
+    @property
+    def _ends_apart(self) -> bool:
+        """Whether a thread holds the vectors at the ends of a row apart from those between: where
+        these are known at the call alone, and there are several.
+        """
+        symbolic = self.windows is not None and not isinstance(self.columns, int)
+        return symbolic and self._most() > self.stride
+
+    def _most(self) -> int:
+        """Vectors of the longest row."""
+        if isinstance(self.share, int):
+            return self.share
+        most = self.config.most
+        return self.windows.most_of(most) if self.windows else -(-most // self.config.width)
+
+    def _whole(self) -> int:
+        """Vectors a thread that every row has, none of which sticks out of it."""
+        if isinstance(self.share, int):
+            return (self.windows.interior if self.windows else self.share) // self.stride
+        vectors = self.config.least // self.config.width
+        return max(vectors - bool(self.windows), 0) // self.stride
 
     def walker(self) -> Expr:
         """The thread's place among those that walk together."""
@@ -61,30 +90,54 @@ class RegisterRows(RowKernel):
         if self.windows:
             self._each_window(emit)
             return
-        whole = self.share // self.stride
+        whole, stride = self._whole(), self.stride
         if whole == 1:
             emit(self.chunk(0))
         elif whole:
             with T.unroll(whole) as step:
                 emit(self.chunk(step))
-        if whole < self.chunks:
-            with then(whole * self.stride + self.walker() < self.share):
+        rest = self.chunks - whole
+        if rest == 1:
+            with then(whole * stride + self.walker() < self.share):
                 emit(self.chunk(whole))
+        elif rest > 1:
+            with (
+                T.unroll(rest) as step,
+                then((step + whole) * stride + self.walker() < self.share),
+            ):
+                emit(self.chunk(step + whole))
 
     def _each_window(self, emit: Callable[[Chunk], None]) -> None:
         """`emit` for every chunk; those that may stick out of the row under guards."""
         windows, stride, width = self.windows, self.stride, self.config.width
-        whole = windows.interior // stride
+        whole = self._whole()
         if whole == 1:
             emit(Chunk(windows.vector(self.walker(), edge=False), 0))
         elif whole:
             with T.unroll(whole) as step:
                 number = step * stride + self.walker()
                 emit(Chunk(windows.vector(number, edge=False), step * width))
+        if self._ends_apart:
+            self._each_between(emit, whole)
+            return
         for step in range(whole, self.chunks):
             number = T.Bind(step * stride + self.walker())
             with then(number < windows.count):
                 emit(Chunk(windows.vector(number, edge=True), step * width, edge=True))
+
+    def _each_between(self, emit: Callable[[Chunk], None], whole: int) -> None:
+        """`emit` for the vectors between the ends from a thread's number `whole` on, as many as
+        there are, then for those at the ends.
+        """
+        windows, stride, width = self.windows, self.stride, self.config.width
+        between = self.chunks - 1
+        with T.unroll(between - whole) as step:
+            number = (step + whole) * stride + self.walker()
+            with then(number < windows.interior):
+                emit(Chunk(windows.vector(number, edge=False), (step + whole) * width))
+        number = T.Bind(convert(self.walker(), self.index) + windows.interior)
+        with then(number < windows.count):
+            emit(Chunk(windows.vector(number, edge=True), between * width, edge=True))
 
     # ---- phases
 

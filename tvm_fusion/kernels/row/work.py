@@ -215,9 +215,9 @@ class RowWork:
     accesses: Mapping[int, Accesses]
     lookups: int
 
-    def chunks(self, width: int, threads: int) -> int:
-        """Vectors of `width` of a row for each of its threads."""
-        vectors = -(-(self.columns + self.accesses[width].slack) // width)
+    def chunks(self, width: int, threads: int, columns: int = 0) -> int:
+        """Vectors of `width` of a row, or of one of so many columns, for each of its threads."""
+        vectors = -(-((columns or self.columns) + self.accesses[width].slack) // width)
         return -(-vectors // threads)
 
     def held_again(self, online: bool) -> bool:

@@ -16,7 +16,8 @@ from tvm import tirx
 
 from ...ir.graph import VERSIONS_ATTR
 
-_VERSION = re.compile(r"(.*)_(upto_\d+|beyond)_kernel")
+_RANGE = r"(?:of\d+_)?(?:upto_\d+|beyond)"
+_VERSION = re.compile(rf"(.*?)_({_RANGE})_kernel")
 
 
 def launches_of(kernels: Iterable[str]) -> int:
@@ -28,13 +29,18 @@ def launches_of(kernels: Iterable[str]) -> int:
 
 def is_kernel_of(kernel: str, function: str) -> bool:
     """Whether a kernel, by its name, may be one of a function's."""
-    return re.match(rf"{re.escape(function)}(_upto_\d+|_beyond)?_kernel", kernel) is not None
+    return re.match(rf"{re.escape(function)}(_{_RANGE})?_kernel", kernel) is not None
 
 
 def versions_among(kernels: Iterable[str]) -> tuple[str, ...]:
     """The ranges that a function's kernels are for, by their names: "up to 64", "beyond"."""
     matches = map(_VERSION.fullmatch, kernels)
-    return tuple(match[2].replace("upto_", "up to ") for match in matches if match)
+    return tuple(_told(match[2]) for match in matches if match)
+
+
+def _told(name: str) -> str:
+    """``of8_upto_64`` is "multiples of 8 up to 64"."""
+    return re.sub(r"of(\d+)_", r"multiples of \1 ", name.replace("upto_", "up to "))
 
 
 def with_version_names(written: tvm.IRModule, lowered: tvm.IRModule) -> tvm.IRModule:
@@ -43,7 +49,8 @@ def with_version_names(written: tvm.IRModule, lowered: tvm.IRModule) -> tvm.IRMo
     for gvar, func in written.functions_items():
         if isinstance(func, tirx.PrimFunc) and VERSIONS_ATTR in (func.attrs or {}):
             symbol = str(func.attrs.get("global_symbol", gvar.name_hint))
-            renamed |= _names(symbol, list(map(int, func.attrs[VERSIONS_ATTR])), lowered)
+            ranges = [r if isinstance(r, str) else int(r) for r in func.attrs[VERSIONS_ATTR]]
+            renamed |= _names(symbol, ranges, lowered)
     if not renamed:
         return lowered
 
@@ -61,7 +68,7 @@ def with_version_names(written: tvm.IRModule, lowered: tvm.IRModule) -> tvm.IRMo
     return tvm.IRModule(functions, attrs=lowered.attrs)
 
 
-def _names(symbol: str, ranges: list[int], lowered: tvm.IRModule) -> dict[str, str]:
+def _names(symbol: str, ranges: list[int | str], lowered: tvm.IRModule) -> dict[str, str]:
     """New names of the kernels of a function, by their names in the order of the versions; none
     where a version has several kernels.
     """
@@ -70,5 +77,5 @@ def _names(symbol: str, ranges: list[int], lowered: tvm.IRModule) -> dict[str, s
     if len(found) != len(ranges) + 1:
         return {}
     found.sort(key=lambda match: int(match[1] or 0))
-    ends = [*(f"upto_{most}" for most in ranges), "beyond"]
+    ends = [*(r if isinstance(r, str) else f"upto_{r}" for r in ranges), "beyond"]
     return {m[0]: f"{symbol}_{end}_kernel" for m, end in zip(found, ends, strict=True)}

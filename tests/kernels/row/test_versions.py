@@ -1,0 +1,145 @@
+"""Row kernels for ranges of a symbolic size: which, and right at the edges of each."""
+
+import numpy as np
+import pytest
+from tvm import tirx
+from tvm.relax import op
+
+from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.ir.graph import OUTPUTS_ATTR, VERSIONS_ATTR
+from tvm_fusion.kernels.program.analysis import analyze
+from tvm_fusion.kernels.row import versions
+from tvm_fusion.kernels.row.candidates import row_ranked
+from tvm_fusion.kernels.row.forms import WRITER
+from tvm_fusion.kernels.row.versions import length_tables, write_row_versions
+from tvm_fusion.kernels.versions import MOST
+from tvm_fusion.runtime.build.version_names import launches_of, versions_among
+from tvm_fusion.transform.apply.write_kernels import write_kernel
+
+from ...support.cuda_on_cpu import lower, run_cuda_on_cpu
+from ...support.helpers_tir import poisoned
+from ...support.kernel_cases import assert_close, fuse, softmax_of
+from ...support.row_graphs import layernorm, rmsnorm, softmax
+
+H200 = load_profile("nvidia_h200")
+POLICY = load_policy(None)
+N = tirx.Var("n", "int64")
+HALF = "float16"
+
+
+def written(func):
+    return write_kernel(func.with_attr(OUTPUTS_ATTR, 1), "row", H200, POLICY)
+
+
+def kernels_of(lowered):
+    return [one.kernel for one in (lowered, *lowered.versions)]
+
+
+def layernorm_of(x, gamma, beta):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * gamma + beta
+
+
+def cases(rows):
+    row, vector = ((rows, N), HALF), ((N,), HALF)
+    return {
+        "softmax": (fuse(softmax, row), softmax_of, lambda n: [(rows, n)]),
+        "layernorm": (
+            fuse(layernorm, row, vector, vector),
+            layernorm_of,
+            lambda n: [(rows, n), (n,), (n,)],
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["softmax", "layernorm"])
+def test_each_range_of_lengths_is_right_at_its_edges(name, monkeypatch):
+    monkeypatch.setattr(versions, "COLUMNS", (32, 256, 1024))
+    rows = 37
+    func, reference, shapes = cases(rows)[name]
+    kernel = written(func)
+    lowered = lower(kernel)
+    names = versions_among(kernels_of(lowered))
+    assert any(text.startswith("multiples of 8 up to") for text in names)
+    assert len(names) <= MOST
+    edges = {int(text.split()[-1]) for text in names if text.split()[-1].isdigit()}
+    assert edges <= {32, 256, 1024}
+    assert len(edges) > 1
+    lengths = {0, 1, 7, 8, 9, 100} | {edge + off for edge in edges for off in (-8, -1, 0, 1, 8)}
+    for length in sorted(lengths):
+        rng = np.random.default_rng(length)
+        inputs = [rng.standard_normal(shape).astype(HALF) for shape in shapes(length)]
+        y = poisoned((rows, length), HALF)
+        assert run_cuda_on_cpu(lowered, [*inputs, y]) == bool(length)
+        if length:
+            assert_close(y, reference(*(x.astype(float) for x in inputs)), HALF)
+
+
+def scaled(bb, x):
+    rows, columns = x.ty.shape
+    return softmax(bb, bb.emit(op.reshape(x, (rows // 12, columns * 12))))
+
+
+def test_lengths_that_are_computed_are_asked_for_as_they_are():
+    """Rows of 12 n columns divide into vectors of 8 where n is even."""
+    func = fuse(scaled, ((48, N), HALF))
+    kernel = written(func)
+    names = list(kernel.attrs[VERSIONS_ATTR])
+    assert any(str(name).startswith("of8_") for name in names)
+    lowered = lower(kernel)
+    for n in (1, 2, 3, 10, 11):
+        x = np.random.default_rng(n).standard_normal((48, n)).astype(HALF)
+        y = poisoned((4, 12 * n), HALF)
+        run_cuda_on_cpu(lowered, [x, y])
+        assert_close(y, softmax_of(x.reshape(4, 12 * n).astype(float)), HALF)
+
+
+def test_a_known_multiple_has_no_kernels_for_other_lengths():
+    func = fuse(softmax, ((64, N * 8), HALF))
+    names = [*map(str, written(func).attrs[VERSIONS_ATTR])]
+    assert names
+    assert not any(name.startswith("of") for name in names)
+
+
+def test_predicted_times_are_those_of_the_length():
+    """A bound at the length itself takes what a kernel of that very length does."""
+    func, _, _ = cases(4096)["softmax"]
+    program = analyze(versions._multiple(func, analyze(func, False), 8).func, False)
+    tables = length_tables(program, H200)
+    for columns, table in zip(versions.COLUMNS, tables, strict=True):
+        fixed = analyze(fuse(softmax, ((4096, columns), HALF)), False)
+        seconds = [s for s, config in row_ranked(fixed, H200) if config.form != "bulk"]
+        assert table[0][0] == pytest.approx(min(seconds), rel=0.02)
+
+
+def test_a_number_of_rows_has_a_kernel_that_loses_little_at_any():
+    func = fuse(rmsnorm, ((N, 4096), HALF), ((4096,), HALF))
+    kernel = write_row_versions(WRITER, func, H200, POLICY)
+    edges = [int(most) for most in kernel.attrs[VERSIONS_ATTR]]
+    assert edges == sorted(set(edges) & set(versions.ROWS))
+    lowered = lower(written(func))
+    gamma = np.ones(4096, HALF)
+    for rows in (0, 1, *(edge + off for edge in edges[:1] for off in (0, 1))):
+        x = np.random.default_rng(rows).standard_normal((rows, 4096)).astype(HALF)
+        y = poisoned((rows, 4096), HALF)
+        run_cuda_on_cpu(lowered, [x, gamma, y])
+        wide = x.astype(float)
+        if rows:
+            scale = np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5)
+            assert_close(y, wide / scale, HALF)
+
+
+def test_fixed_sizes_have_no_versions():
+    func = fuse(softmax, ((64, 128), HALF))
+    assert write_row_versions(WRITER, func, H200, POLICY) is None
+
+
+def test_versions_of_multiples_are_one_launch_and_told_by_their_ranges():
+    names = ["f_of8_upto_64_kernel", "f_of8_beyond_kernel", "f_upto_64_kernel", "f_beyond_kernel"]
+    assert launches_of(names) == 1
+    assert versions_among(names) == (
+        "multiples of 8 up to 64",
+        "multiples of 8 beyond",
+        "up to 64",
+        "beyond",
+    )
