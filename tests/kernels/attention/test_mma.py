@@ -36,8 +36,8 @@ TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 3e-6}
 SMALL = AttentionMmaConfig(1, 1, 16)
 
 
-def config(warps, tiles, block_n, stages=2, lazy=8.0):
-    return AttentionMmaConfig(warps, tiles, block_n, stages, lazy)
+def config(warps, tiles, block_n, stages=2, lazy=8.0, shares=1):
+    return AttentionMmaConfig(warps, tiles, block_n, stages, lazy, shares)
 
 
 def seen(queries, keys, shift=0):
@@ -114,6 +114,24 @@ NUMBERS = {
         forms.causal(16),
         config(1, 2, 48, 3, lazy=0.0),
         {"visible": seen(32, 48, 16)},
+    ),
+    "float32, four warps share queries, lse": (
+        Sizes(heads=2, queries=21, keys=150, terms=40, features=24, dtype="float32"),
+        Form(lse=True),
+        config(4, 1, 64, shares=4, lazy=0.0),
+        {},
+    ),
+    "float32, causal, two warps share two tiles of queries, three stages": (
+        Sizes(heads=1, queries=70, keys=90, terms=16, dtype="float32"),
+        forms.causal(20),
+        config(4, 2, 32, 3, shares=2, lazy=0.0),
+        {"visible": seen(70, 90, 20)},
+    ),
+    "two warps share queries": (
+        Sizes(heads=1, queries=20, keys=90, terms=40),
+        forms.softcap(5.0),
+        config(2, 1, 64, shares=2),
+        {"logit": lambda s: 5 * np.tanh(s / 5)},
     ),
     "softcap": (
         Sizes(heads=1, queries=20, keys=30, terms=40),

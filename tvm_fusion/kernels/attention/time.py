@@ -80,13 +80,15 @@ class AttentionTile:
 @dataclass(frozen=True, slots=True)
 class MmaTile:
     """Tile of the mma.sync form: `warps` of a block, `warp_rows` queries of each, which share what
-    it reads of keys and values, and `resident` blocks of a multiprocessor."""
+    it reads of keys and values, and `resident` blocks of a multiprocessor; `shares` warps have the
+    same queries, each with its part of the keys."""
 
     block_m: int
     block_n: int
     warp_rows: int
     warps: int
     resident: int
+    shares: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +145,14 @@ MMA_SHARE = 0.66
 MMA_STEP_SECONDS, MMA_TILE_SECONDS = 3.2e-7, 4.0e-7
 SHOWN = {4: 0.95, 8: 0.675, 12: 0.575, 16: 0.5}
 
-# Products of float32 are three of parts that tensor cores take.
+# Products of float32 are six of parts that tensor cores take (`gemm.mma.split`); instructions that
+# split an element, by each warp that reads it, and that add the sum of 16 terms to the others.
 TF32, TF32_PRODUCTS = "tfloat32", 3
+SPLIT_INSTRUCTIONS, SUM_INSTRUCTIONS, SUM_TERMS = 5.5, 2.0, 16
+# What such kernels take of the time predicted of their units: 1.40 to 1.69 of four with parts of
+# tfloat32, whose 14.5 instructions an element mostly had half the rate (H100, 2026-11-28,
+# tests/results/attention_float32_h100.json). Those of bfloat16 were not measured.
+WIDE_SHOWN = 1.56
 
 # Registers of a thread for the masks of each of its scores, read ahead in half precision.
 MASK_REGISTERS = 0.5
@@ -156,6 +164,8 @@ MMA_TILES = (
     MmaTile(128, 64, 32, 4, 2),
     MmaTile(128, 32, 32, 4, 2),
 )
+# The same for float32, whose warps may share queries.
+WIDE_TILES = (*MMA_TILES, MmaTile(32, 64, 16, 4, 2, 2), MmaTile(16, 128, 16, 4, 2, 4))
 MMA_REGISTERS = 232
 
 # Vector instructions for each score on a CPU beside products and exponentials: the largest of a
@@ -201,11 +211,13 @@ def _mma(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTime]:
         return
     from .mma.config import AttentionMmaConfig, Layout
 
-    for tile in MMA_TILES:
+    for tile in WIDE_TILES if shape.dtype == "float32" else MMA_TILES:
         # Scores, weights in half precision and results of a thread.
-        held = tile.warp_rows // 16 * (0.75 * tile.block_n + shape.features / 2)
+        keys = tile.block_n // tile.shares
+        held = tile.warp_rows // 16 * (0.75 * keys + shape.features / 2)
         if held <= MMA_REGISTERS:
-            config = AttentionMmaConfig(tile.warps, tile.warp_rows // 16, tile.block_n)
+            sizes = tile.warps, tile.warp_rows // 16, tile.block_n
+            config = AttentionMmaConfig(*sizes, shares=tile.shares)
             wide = dtype_bytes(shape.dtype)
             size = Layout(config, shape.terms, shape.features, size=wide).smem_bytes
             if size * tile.resident > hw.smem_per_sm_bytes or size > hw.smem_per_block_bytes:
@@ -332,12 +344,14 @@ def mma_time(shape: AttentionShape, tile: MmaTile, hw: HardwareProfile) -> Atten
         clock = hw.clock_ghz * 1e9
         step["arithmetic"] += tile.block_m * shape.features / (LANES * clock)
     reads = tile.block_m / tile.warp_rows * tile.block_n * (shape.terms + shape.features)
+    if shape.dtype == "float32":
+        step["split"] = _split_seconds(shape, tile, reads, hw)
     step["smem"] = reads * dtype_bytes(shape.dtype) * hw.num_sms / hw.smem_bytes_per_s
     tiles = shape.batch * math.ceil(shape.queries / tile.block_m)
     resident = min(tile.resident, math.ceil(tiles / hw.num_sms))
     shown = SHOWN[min(max(SHOWN), max(min(SHOWN), tile.warps * resident // 4 * 4))]
     total = sum(step.values())
-    busy = max(shown * total, *step.values())
+    busy = max(shown * total, *step.values()) * (WIDE_SHOWN if shape.dtype == "float32" else 1.0)
     per_step = busy + MMA_STEP_SECONDS / resident
     per_tile = MMA_TILE_SECONDS / resident
     mean, most = steps * per_step + per_tile, longest * per_step + per_tile
@@ -349,6 +363,19 @@ def mma_time(shape: AttentionShape, tile: MmaTile, hw: HardwareProfile) -> Atten
     terms |= {"hbm": moved_bytes(shape) / hw.hbm_bytes_per_s, "start": START_SECONDS}
     seconds = START_SECONDS + max(rounds, terms["hbm"])
     return AttentionTime("mma", seconds, {n: t for n, t in terms.items() if t > 0})
+
+
+def _split_seconds(
+    shape: AttentionShape, tile: MmaTile, reads: float, hw: HardwareProfile
+) -> float:
+    """What splits the operands of a tile of keys in float32, of which warps read `reads` elements
+    of keys and values, and adds its products.
+    """
+    scores = tile.block_m * tile.block_n
+    elements = reads + scores + tile.block_m * shape.terms
+    sums = scores * (shape.terms + shape.features) / SUM_TERMS
+    instructions = elements * SPLIT_INSTRUCTIONS + sums * SUM_INSTRUCTIONS
+    return instructions / (LANES * hw.clock_ghz * 1e9)
 
 
 def _steps(shape: AttentionShape, tile: AttentionTile) -> tuple[float, float, float]:

@@ -15,8 +15,6 @@ from ...gemm.mma.units import CHUNK
 WARP = 32
 TILE_ROWS = 16
 """Rows of an mma.m16n8k16."""
-TERMS_TF32 = 8
-"""Terms of one in float32."""
 BANK_CHUNKS = 8
 """Chunks of 16 bytes that the banks of shared memory deliver at once."""
 PADDED_BYTES = 32
@@ -37,7 +35,7 @@ OFFSET_REGISTERS = 10
 spills 12 bytes (causal ALiBi, 128 terms, 32 queries by 48 keys of a warp)."""
 
 SPLIT_REGISTERS = 16
-"""Of both parts of the operands that float32 is split into, for each tile of queries."""
+"""Of the parts of the operands that float32 is split into, for each tile of queries."""
 
 LAZY = 8.0
 """As in the Hopper form: how far, as a power of two, weights of float16 may pass 1."""
@@ -45,6 +43,8 @@ LAZY = 8.0
 # Warps of a block, tiles of 16 queries that each has, keys of a tile, stages of the ring.
 WARPS, TILES = (4, 8), (1, 2)
 KEYS, STAGES = (128, 96, 64, 48, 32, 16), (2, 3)
+# Warps with the same queries: of float32, of which no other form has few queries.
+SHARES, WIDE_SHARES = (1,), (1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ class AttentionMmaConfig:
     tiles : tiles of 16 queries that each warp has; what it reads of keys and values serves all.
     block_n : keys of a tile, a multiple of 16.
     stages : tiles of keys and values in shared memory: one at work, the others on their way.
+    shares : warps with the same queries, each of which has its part of a tile's keys; what they
+        found is put together in the end. For few queries of many keys.
     lazy : as in `AttentionConfig` of the Hopper form.
     """
 
@@ -65,11 +67,17 @@ class AttentionMmaConfig:
     block_n: int
     stages: int = 2
     lazy: float = 0.0
+    shares: int = 1
 
     @property
     def block_m(self) -> int:
         """Queries of a block."""
-        return self.warps * self.warp_rows
+        return self.warps // self.shares * self.warp_rows
+
+    @property
+    def own_keys(self) -> int:
+        """Keys of a tile that a warp has."""
+        return self.block_n // self.shares
 
     @property
     def warp_rows(self) -> int:
@@ -157,7 +165,19 @@ class Layout:
     def smem_bytes(self) -> int:
         """All of it."""
         queries = self.config.block_m * self.k.pitch
-        return max(self.config.stages * self.stage_bytes, self.query_start + queries)
+        stages = self.config.stages * self.stage_bytes
+        return max(stages, self.query_start + queries, self.exchange_bytes)
+
+    @property
+    def exchange_words(self) -> int:
+        """Words of a thread for what its warp found: results, largest scores and sums of rows."""
+        return self.config.tiles * (self.features // 2 + 4)
+
+    @property
+    def exchange_bytes(self) -> int:
+        """What warps with the same queries put together, in the place of the stages."""
+        c = self.config
+        return (c.warps - c.warps // c.shares) * WARP * self.exchange_words * 4
 
     @property
     def holds_queries(self) -> bool:
@@ -175,7 +195,7 @@ class Layout:
         return _padded(self.terms * self.size) // 8
 
     def _registers(self, queries: int) -> float:
-        scores = self.config.block_n / 2 * (SCORE_REGISTERS + self.score_registers)
+        scores = self.config.own_keys / 2 * (SCORE_REGISTERS + self.score_registers)
         split = SPLIT_REGISTERS if self.size > 2 else 0
         tile = self.features / 2 + split + scores + queries * QUERY_REGISTERS + self.tile_registers
         return self.config.tiles * tile + OTHER_REGISTERS
@@ -214,14 +234,17 @@ def candidates(
     """
     lazy = LAZY if dtype == "float16" else 0.0
     least = WARPS[0] * TILES[0] * TILE_ROWS
-    for warps, tiles, block_n, stages in product(WARPS, TILES, KEYS, STAGES):
-        layout = layout_of(AttentionMmaConfig(warps, tiles, block_n, stages, lazy))
+    choices = WIDE_SHARES if dtype == "float32" else SHARES
+    for warps, tiles, block_n, stages, shares in product(WARPS, TILES, KEYS, STAGES, choices):
+        if block_n % (shares * TILE_ROWS):
+            continue
+        layout = layout_of(AttentionMmaConfig(warps, tiles, block_n, stages, lazy, shares))
         rows = layout.config.block_m
         if (
             (queries is None or rows == least or rows // 2 < queries)  # not half of it idle
             and (keys is None or block_n - KEYS[-1] < keys)
             and layout.smem_bytes <= smem_limit
             and layout.registers <= MOST_REGISTERS
-            and tiles * block_n // 2 <= MOST_SCORES
+            and tiles * layout.config.own_keys // 2 <= MOST_SCORES
         ):
             yield layout

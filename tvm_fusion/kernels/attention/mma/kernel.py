@@ -13,13 +13,16 @@ and inspected for sm_80, sm_89 and sm_90a; not timed on sm_80 and sm_89.
     config    configurations, shared memory     problem   operands, plan
     memory    copies and fragments
 
+Where there are few queries, two or four warps share them, each with its part of every tile's keys,
+and put together in the end what they found. Float32 is multiplied in parts (`gemm.mma.split`).
+
 Tiles, ranges of keys, logits, weights and stores are those of `tiled`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import tirx
 from tvm.ir import Expr
@@ -28,7 +31,23 @@ from tvm.script import tirx as T
 from ....config import HardwareProfile, Policy
 from ....errors import Unsupported
 from ...contraction.model import Extent
-from ...gemm.mma.units import commit_async, multiply, split_tf32, wait_async
+from ...gemm.mma.split import (
+    FIRST_PRODUCT,
+    LEAST_REST,
+    PARTS,
+    SMALL_PRODUCTS,
+    SUMS,
+    multiply_parts,
+)
+from ...gemm.mma.units import (
+    at_least,
+    commit_async,
+    multiply,
+    shared_word,
+    split_float32,
+    store_shared,
+    wait_async,
+)
 from ...gpu.access import is_multiple
 from ...gpu.frame import then
 from ...gpu.memory import shared_pool
@@ -40,7 +59,7 @@ from ..tiled.points import Points
 from ..tiled.shape import shape_of, sharing
 from ..tiled.tiles import RowStores, Tile, TiledKernel, kept
 from ..time import MmaTile, mma_time
-from .config import TERMS_TF32, WARP, AttentionMmaConfig, candidates, resident_blocks
+from .config import WARP, AttentionMmaConfig, candidates, resident_blocks
 from .memory import Fragments, TileCopy
 from .problem import MmaAttention, MmaPlan, make_plan, read_mma_attention
 
@@ -68,7 +87,8 @@ def attention_mma_ranked(
         hw.smem_per_block_bytes,
     ):
         c = layout.config
-        tile = MmaTile(c.block_m, c.block_n, c.warp_rows, c.warps, resident_blocks(layout, hw))
+        resident = resident_blocks(layout, hw)
+        tile = MmaTile(c.block_m, c.block_n, c.warp_rows, c.warps, resident, c.shares)
         found.append((mma_time(shape, tile, hw).seconds, c))
     if not found:
         raise Unsupported("no tile of this attention fits")
@@ -89,16 +109,20 @@ def _sharing(problem: MmaAttention) -> int:
 
 
 class WarpRows:
-    """Emits what happens to them; `row` is the first row of the block that the lane holds."""
+    """Emits what happens to them; `row` is the first row of the block that the lane holds, `own`
+    the first key of a tile that its warp has.
+    """
 
-    def __init__(self, kernel: MmaKernel, row: Expr, lane: Expr):
+    def __init__(self, kernel: MmaKernel, row: Expr, lane: Expr, own: Expr | int):
         self.kernel, self.row = kernel, row
         plan, problem = kernel.plan, kernel.problem
         column = T.Bind(lane % 4 * 2)
-        self.scores = T.alloc_local((plan.config.block_n // 2,), "float32")
+        keys = plan.config.own_keys
+        self.scores = T.alloc_local((keys // 2,), "float32")
         self.results = T.alloc_local((problem.features // 2,), "float32")
-        self.softmax = Softmax(problem, plan.config, self.scores, self.results)
-        self.points = Points(kernel, problem.formulas, self.scores, row, column)
+        own_config = replace(plan.config, block_n=keys, shares=1)
+        self.softmax = Softmax(problem, own_config, self.scores, self.results)
+        self.points = Points(kernel, problem.formulas, self.scores, row, column, own, keys)
         self.stores = RowStores(kernel, self.results, lane, column)
 
     def start(self, tile: Tile) -> None:
@@ -108,7 +132,7 @@ class WarpRows:
 
     def clear_scores(self) -> None:
         """Emits zeros in place of the scores."""
-        for i in range(self.kernel.plan.config.block_n // 2):
+        for i in range(self.kernel.plan.config.own_keys // 2):
             T.buffer_store(self.scores, T.float32(0), [i])
 
     def weigh(self, number: Expr, by_point: bool) -> None:
@@ -139,9 +163,9 @@ def emit_attention_mma(
     Parameters
     ----------
     attention : Attention
-        Q, K and V plain tensors of float16 or bfloat16, contiguous along terms and features, of
-        which there are multiples of 8 up to 256; keys may be gathered by pages. Any logit,
-        visibility and outputs. Batch, queries and keys may be symbolic.
+        Q, K and V plain tensors of float16, bfloat16 or float32, contiguous along terms and
+        features, of which there are multiples of 8 up to 256; keys may be gathered by pages. Any
+        logit, visibility and outputs. Batch, queries and keys may be symbolic.
     hw : HardwareProfile
         A CUDA device of compute capability 8.0 or later.
     config : AttentionMmaConfig, optional
@@ -197,11 +221,16 @@ class _Block:
         self.problem, self.config = kernel.problem, kernel.plan.config
         self.layout, self.attention = self.plan.layout, kernel.problem.attention
         lane, warp = T.Bind(kernel.thread % WARP), T.Bind(kernel.thread // WARP)
-        self.fragments = Fragments(kernel.memory, self.layout, lane, warp)
-        first = T.Bind(warp * self.config.warp_rows)
+        c, own = self.config, 0
+        if c.shares > 1:
+            self.lane, self.group, self.share = lane, T.Bind(warp // c.shares), warp % c.shares
+            self.share = T.Bind(self.share)
+            warp, own = self.group, T.Bind(self.share * c.own_keys)
+        first = T.Bind(warp * c.warp_rows)
+        self.fragments = Fragments(kernel.memory, self.layout, lane, first, own)
         self.rows = [
-            WarpRows(kernel, T.Bind(first + (lane // 4 + number * 16)), lane)
-            for number in range(self.config.tiles)
+            WarpRows(kernel, T.Bind(first + (lane // 4 + number * 16)), lane, own)
+            for number in range(c.tiles)
         ]
         self.last = kept(tile.keys.end - 1)
         self.queries: list[list[Expr]] | None = None
@@ -229,8 +258,38 @@ class _Block:
             with T.serial(0, T.Bind(end - first), unroll=False) as step:
                 self._step(T.Bind(end - 1 - step), by_point)
         T.evaluate(wait_async(0))
+        if self.config.shares > 1:
+            self._put_together()
+            with T.If(self.share == 0), T.Then():
+                self._finish()
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
         for rows in self.rows:
             rows.finish(self.tile)
+
+    def _put_together(self) -> None:
+        """What warps with the same queries found, in the registers of the first of them."""
+        others, words = self.config.shares - 1, self.layout.exchange_words
+        each = words // self.config.tiles
+
+        def place(share: Expr | int, number: int, word: int) -> Expr:
+            line = (self.group * others + (share - 1)) * words + (number * each + word)
+            return self.kernel.memory.ptr_to([(line * WARP + self.lane) * 4])
+
+        T.evaluate(T.cuda.cta_sync())
+        with T.If(self.share > 0), T.Then():
+            for number, rows in enumerate(self.rows):
+                for word, value in enumerate(rows.softmax.found()):
+                    bits = T.reinterpret("uint32", value)
+                    T.evaluate(store_shared(place(self.share, number, word), bits))
+        T.evaluate(T.cuda.cta_sync())
+        with T.If(self.share == 0), T.Then():
+            for share in range(1, others + 1):
+                for number, rows in enumerate(self.rows):
+                    words_of = [shared_word(place(share, number, word)) for word in range(each)]
+                    rows.softmax.join([T.reinterpret("float32", word) for word in words_of])
 
     # ---- copies
 
@@ -295,23 +354,44 @@ class _Block:
 
     def _scores(self, stage: Expr) -> None:
         """S = Q K^T."""
-        wide = self.problem.dtype == "float32"
+        if self.problem.dtype == "float32":
+            self._wide_scores(stage)
+            return
         for rows in self.rows:
             rows.clear_scores()
         for term in range(self.layout.k.chunks // 2):
-            if self.queries is None:
-                numbers = range(self.config.tiles)
-                queries = [self.fragments.queries(number, term) for number in numbers]
-            else:
-                queries = [own[term] for own in self.queries]
-            if wide:
-                queries = [_Parts(own, range(4)) for own in queries]
-            for group in range(self.config.block_n // 16):
+            queries = self._queries(term)
+            for group in range(self.config.own_keys // 16):
                 keys = self.fragments.keys(stage, group, term)
-                keys = _Parts(keys, range(4)) if wide else keys
                 for rows, own in zip(self.rows, queries, strict=True):
                     for half in range(2):
                         self._multiply(rows.scores, group * 8 + half * 4, own, 0, keys, half)
+
+    def _queries(self, term: int) -> list[Expr]:
+        """Fragments of terms number `term`, of each tile of queries."""
+        if self.queries is not None:
+            return [own[term] for own in self.queries]
+        return [self.fragments.queries(number, term) for number in range(self.config.tiles)]
+
+    def _wide_scores(self, stage: Expr) -> None:
+        """The same in float32: two fragments of 8 terms as one of 16, whose neighbours are terms t
+        and t + 4.
+        """
+        count = self.layout.k.chunks // 2
+        for term in range(0, count, 2):
+            terms = range(term, min(term + 2, count))
+            queries = [self._queries(t) for t in terms]
+            left = [
+                _Parts([(own[i], own[i + 2]) for own in fragments for i in range(2)], 4)
+                for fragments in zip(*queries, strict=True)
+            ]
+            for group in range(self.config.own_keys // 16):
+                keys = [self.fragments.keys(stage, group, t) for t in terms]
+                for half in range(2):
+                    right = _Parts([(own[half * 2], own[half * 2 + 1]) for own in keys], 2)
+                    for rows, own in zip(self.rows, left, strict=True):
+                        at = group * 8 + half * 4
+                        self._multiply_parts(rows.scores, at, own, right, first=term == 0)
 
     def _results(self, stage: Expr) -> None:
         """O += P V."""
@@ -319,7 +399,7 @@ class _Block:
         if self.problem.dtype == "float32":
             self._wide_results(stage)
             return
-        for group in range(self.config.block_n // 16):
+        for group in range(self.config.own_keys // 16):
             for feature in range(self.layout.v.chunks // 2):
                 values = self.fragments.values(stage, group, feature)
                 for rows in self.rows:
@@ -329,55 +409,59 @@ class _Block:
                         self._multiply(rows.results, at, weights, group * 4, values, half)
 
     def _wide_results(self, stage: Expr) -> None:
-        """The same in float32: a lane's columns 2 i and 2 i + 1 of the weights stand for columns i
-        and i + 4 of the left operand, and the rows of the right one are read in that order.
-        """
-        for group in range(self.config.block_n // 8):
-            order = [group * 4 + n for n in (0, 2, 1, 3)]
-            weights = [_Parts(rows.scores, order) for rows in self.rows]
+        """The same in float32: a lane reads keys 2 i and 2 i + 1 of 8, as it has weights."""
+        for group in range(self.config.own_keys // 16):
+            places = range(group * 8, group * 8 + 8, 2)
+            weights = [
+                _Parts([(rows.scores[i], rows.scores[i + 1]) for i in places], 4)
+                for rows in self.rows
+            ]
             for feature in range(self.problem.features // 8):
-                values = _Parts(self.fragments.wide_values(stage, group, feature), range(2))
+                eights = range(2 * group, 2 * group + 2)
+                values = [self.fragments.wide_values(stage, eight, feature) for eight in eights]
+                right = _Parts([(own[0], own[1]) for own in values], 2)
                 for rows, own in zip(self.rows, weights, strict=True):
-                    self._multiply(rows.results, feature * 4, own, 0, values, 0)
+                    self._multiply_parts(rows.results, feature * 4, own, right, first=False)
 
     def _multiply(
-        self,
-        sums: Expr,
-        at: int,
-        left: Expr | _Parts,
-        start: int,
-        right: Expr | _Parts,
-        half: int,
+        self, sums: Expr, at: int, left: Expr, start: int, right: Expr, half: int
     ) -> None:
         dtype = self.problem.dtype
-        if isinstance(left, _Parts):
-            self._multiply_parts(sums.ptr_to([at]), left, right, half)
-            return
         into, a, b = sums.ptr_to([at]), left.ptr_to([start]), right.ptr_to([half * 2])
         T.evaluate(multiply(dtype, dtype, 16, into, a, b))
 
     @staticmethod
-    def _multiply_parts(into: Expr, left: _Parts, right: _Parts, half: int) -> None:
-        """In float32, but for the product of both small parts: the smallest first. The left operand
-        is finite, or makes NaN of a row of scores anyway.
+    def _multiply_parts(sums: Expr, at: int, left: _Parts, right: _Parts, first: bool) -> None:
+        """The products of 16 terms in float32; the `first` take the place of what is there.
+        The left operand is finite, or makes NaN of a row of scores anyway.
         """
-        pairs = ((left.low, right.finite), (left.high, right.low), (left.high, right.high))
-        for a, b in pairs:
-            a, b = a.ptr_to([0]), b.ptr_to([half * 2])
-            T.evaluate(multiply("float32", "float32", TERMS_TF32, into, a, b))
+        part = T.alloc_local((SUMS,), "float32")
+        for i in range(SUMS):
+            T.buffer_store(part, T.float32(0), [i])
+        multiply_parts(part.ptr_to([0]), left.pointers, right.pointers, SMALL_PRODUCTS)
+        for i in range(SUMS):
+            T.buffer_store(part, at_least(part[i], T.float32(LEAST_REST)), [i])
+        multiply_parts(part.ptr_to([0]), left.pointers, right.pointers, FIRST_PRODUCT)
+        for i in range(SUMS):
+            T.buffer_store(sums, part[i] if first else sums[at + i] + part[i], [at + i])
 
 
 class _Parts:
-    """Numbers of float32 in two parts that tensor cores read as they are, or nearly: the nearest of
-    10 bits of mantissa, and what is left, which has 13 more (`split_tf32`).
+    """Pairs of float32 in three parts that tensor cores multiply (`gemm.mma.split`): the fragments
+    of an operand, of which there are `count`; those beyond the pairs are 0.
     """
 
-    def __init__(self, words: Expr, places: Sequence[int]) -> None:
-        self.high, self.finite, self.low = (
-            T.alloc_local((len(places),), "uint32") for _ in range(3)
-        )
-        for n, place in enumerate(places):
-            word = words[place]
-            bits = word if dtype_of(word) == "uint32" else T.reinterpret("uint32", word)
-            parts = (part.ptr_to([n]) for part in (self.high, self.finite, self.low))
-            T.evaluate(split_tf32(*parts, bits))
+    def __init__(self, pairs: Sequence[tuple[Expr, Expr]], count: int) -> None:
+        parts = [T.alloc_local((count,), "uint32") for _ in range(PARTS)]
+        self.pointers = [part.ptr_to([0]) for part in parts]
+        for n in range(count):
+            if n < len(pairs):
+                places = [part.ptr_to([n]) for part in parts]
+                T.evaluate(split_float32(places, *map(_bits, pairs[n])))
+            else:
+                for part in parts:
+                    T.buffer_store(part, T.uint32(0), [n])
+
+
+def _bits(word: Expr) -> Expr:
+    return word if dtype_of(word) == "uint32" else T.reinterpret("uint32", word)

@@ -180,12 +180,17 @@ class Fragments:
     """Fragments of queries (A), keys and values (B) of a warp.
 
     Of elements of 32 bits a matrix of ldmatrix has 8 rows by 4, and fragments are half as wide.
+    `first` is the first query of the warp, `own` its first key of a tile (0 where it has all).
     """
 
-    def __init__(self, memory: Expr, layout: Layout, lane: Expr, warp: Expr):
+    def __init__(self, memory: Expr, layout: Layout, lane: Expr, first: Expr, own: Expr | int):
         row, near, far = lane % 8, lane // 8 % 2, lane // 16
         self.layout = layout
-        first = warp * layout.config.warp_rows
+        # Chunks change places alike in all groups of 16 rows.
+        self.own_keys, self.own_values = (
+            T.Bind(own * rows.pitch) if isinstance(own, Expr) else 0
+            for rows in (layout.k, layout.v)
+        )
         # ldmatrix hands out four 8 x 8 matrices, the rows of each by the addresses of eight lanes.
         self.of_queries = Matrices(memory, layout.k, T.Bind(first + near * 8 + row), far)
         self.of_keys = Matrices(memory, layout.k, T.Bind(far * 8 + row), near)
@@ -204,16 +209,18 @@ class Fragments:
     def keys(self, stage: Expr, group: int, term: int) -> Expr:
         """16 keys by 16 terms: for 8 keys, then for the 8 behind them."""
         words = T.alloc_local((4,), "uint32")
-        self.of_keys.load(words.ptr_to([0]), stage, group * 16, term, False)
+        start = stage + self.own_keys
+        self.of_keys.load(words.ptr_to([0]), start, group * 16, term, False)
         return words
 
     def values(self, stage: Expr, group: int, feature: int) -> Expr:
         """16 keys by 16 features: for 8 features, then for the 8 behind them."""
         words = T.alloc_local((4,), "uint32")
-        start = stage + self.layout.v_start
+        start = stage + (self.layout.v_start + self.own_values)
         self.of_values.load(words.ptr_to([0]), start, group * 16, feature, True)
         return words
 
     def wide_values(self, stage: Expr, group: int, feature: int) -> Expr:
         """8 keys by 8 features of 32 bits."""
-        return self.of_words.load(stage + self.layout.v_start, group * 8, feature)
+        start = stage + (self.layout.v_start + self.own_values)
+        return self.of_words.load(start, group * 8, feature)

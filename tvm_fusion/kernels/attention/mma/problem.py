@@ -81,6 +81,8 @@ def make_plan(problem: MmaAttention, config: AttentionMmaConfig, hw: HardwarePro
     c, attention = config, problem.attention
     if c.block_n % 16 or not (1 <= c.warps <= 8 and 1 <= c.tiles <= 2 and 2 <= c.stages <= 4):
         raise Unsupported(f"{c}: up to 8 warps of 1 or 2 tiles, 16 i keys, 2 to 4 stages")
+    if c.warps % c.shares or c.block_n % (16 * c.shares):
+        raise Unsupported(f"{c}: warps and 16 i keys are divided evenly among shares")
     layout = problem.layout(c)
     if layout.smem_bytes > hw.smem_per_block_bytes:
         raise Unsupported(

@@ -15,7 +15,7 @@ more than weights can bear: the scores of such a tile are taken relative to the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tvm import tirx
 from tvm.ir import Expr
@@ -229,6 +229,31 @@ class Softmax:
     def _scale(self, by: Expr) -> None:
         for i in range(self.result_count):
             T.buffer_store(self.results, self.results[i] * by[i // 2 % 2], [i])
+
+    # ---- warps that have other keys of the same queries
+
+    def found(self) -> list[Expr]:
+        """What a thread has found: the largest scores of its rows, sums of weights, results."""
+        rows = [*(self.largest[half] for half in range(2)), *(self.sums[half] for half in range(2))]
+        return [*rows, *(self.results[i] for i in range(self.result_count))]
+
+    def join(self, other: Sequence[Expr]) -> None:
+        """Emits what `found` of the same thread of another warp adds."""
+        grow = T.alloc_local((2,), "float32")
+        for half in range(2):
+            T.buffer_store(grow, other[half], [half])
+            largest, factor = self.largest[half], T.float32(self.factor)
+            T.buffer_store(
+                self.shrink, ex2((largest - tirx.Max(largest, grow[half])) * factor), [half]
+            )
+            T.buffer_store(self.largest, tirx.Max(largest, grow[half]), [half])
+            T.buffer_store(grow, ex2((grow[half] - self.largest[half]) * factor), [half])
+            total = self.sums[half] * self.shrink[half] + other[2 + half] * grow[half]
+            T.buffer_store(self.sums, total, [half])
+        for i in range(self.result_count):
+            half = i // 2 % 2
+            value = self.results[i] * self.shrink[half] + other[4 + i] * grow[half]
+            T.buffer_store(self.results, value, [i])
 
     # ---- a tile of queries
 

@@ -349,16 +349,25 @@ def read_formulas(problem: TiledAttention, conditions: tuple[Expr, ...]) -> Form
 class Points:
     """Emits the computation for the scores of 16 queries of each warp.
 
-    `row` and `column` are the first row and the first column (of a tile) that the thread holds.
+    `row` and `column` are the first row and the first column (of a tile) that the thread holds; of
+    a tile's keys its warp may have `keys` from number `first` on, instead of all.
     """
 
     def __init__(
-        self, kernel: TiledKernel, formulas: Formulas, scores: Expr, row: Expr, column: Expr
+        self,
+        kernel: TiledKernel,
+        formulas: Formulas,
+        scores: Expr,
+        row: Expr,
+        column: Expr,
+        first: Expr | int = 0,
+        keys: int | None = None,
     ):
         self.kernel, self.problem, self.formulas = kernel, kernel.problem, formulas
         self.plan, self.frame = kernel.plan, kernel.frame
         self.scores, self.first_row, self.column = scores, row, column
-        self.count = self.plan.config.block_n // 8
+        self.first_key = first
+        self.count = (self.plan.config.block_n if keys is None else keys) // 8
         self.reader = Reader(kernel, formulas.loads, self.count)
         self.bounds = T.alloc_local((4,), "int32") if self.plan.points_first else None
         # Whether rows have a first key.
@@ -401,7 +410,7 @@ class Points:
     def ahead(self, number: Expr) -> None:
         """Emits the loads for tile `number` of keys."""
         if self.reader.reads_columns:
-            base = T.Bind(number * self.plan.config.block_n + self.column)
+            base = T.Bind(self._first_column(number))
             self.reader.columns([Point(self, half, base, self.column) for half in range(2)])
 
     def apply(self, number: Expr, by_point: bool) -> None:
@@ -410,7 +419,7 @@ class Points:
         if formulas.logit is None and not by_point:
             return
         self.reader.settle(self.column)
-        base = T.Bind(number * self.plan.config.block_n + self.column)
+        base = T.Bind(self._first_column(number))
         offsets = [[T.Bind(o.start(self, half, base)) for o in formulas.offsets] for half in (0, 1)]
         last = first = (None, None)
         if by_point:
@@ -431,6 +440,10 @@ class Points:
                         )
                         value = tirx.Select(seen, value, T.float32(HIDDEN))
                     T.buffer_store(self.scores, value, [at])
+
+    def _first_column(self, number: Expr) -> Expr:
+        """The first key of the thread in tile `number`."""
+        return number * self.plan.config.block_n + (self.first_key + self.column)
 
     def _value(
         self, i: int, half: int, v: int, base: Expr, offsets: list[Expr], by_point: bool

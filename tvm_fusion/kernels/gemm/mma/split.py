@@ -17,6 +17,8 @@ Yokota, Recovering single precision accuracy from Tensor Cores, 2022.)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
@@ -30,8 +32,9 @@ SUMS, A_REGISTERS, B_REGISTERS = 4, 4, 2
 PARTS = 3
 SMALL_PRODUCTS = ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1))
 """Parts of a and b that are multiplied before the first ones are, the smallest products first."""
+FIRST_PRODUCT = ((0, 0),)
 
-PRODUCTS = len(SMALL_PRODUCTS) + 1
+PRODUCTS = len(SMALL_PRODUCTS) + len(FIRST_PRODUCT)
 PART_DTYPE = "bfloat16"
 
 LEAST_REST = -(2.0**126)
@@ -72,22 +75,30 @@ class SplitProducts:
         count = self.tiles.tiles_m * SUMS
         with T.serial(count, unroll=True) as i:
             T.buffer_store(self.part, constant(0.0, "float32"), [i])
-        for left, right in SMALL_PRODUCTS:
-            self._add(left, right)
+        self._add(SMALL_PRODUCTS)
         with T.serial(count, unroll=True) as i:
             # NaN where a term is infinite: the product of the first parts is that or NaN by itself.
             finite = at_least(self.part[i], constant(LEAST_REST, "float32"))
             T.buffer_store(self.part, finite, [i])
-        self._add(0, 0)
+        self._add(FIRST_PRODUCT)
         with T.serial(self.tiles.tiles_m, unroll=True) as i, T.serial(SUMS, unroll=True) as v:
             at = (i * self.tiles.tiles_n + column) * SUMS + v
             T.buffer_store(sums, sums[at] + self.part[i * SUMS + v], [at])
 
-    def _add(self, left: int, right: int) -> None:
-        terms = TERM_BYTES // 2
-        with T.serial(self.tiles.tiles_m, unroll=True) as i:
-            into, a = self.part.ptr_to([i * SUMS]), self.a[left].ptr_to([i * A_REGISTERS])
-            T.evaluate(multiply(PART_DTYPE, PART_DTYPE, terms, into, a, self.b[right].ptr_to([0])))
+    def _add(self, products: Sequence[tuple[int, int]]) -> None:
+        right = [part.ptr_to([0]) for part in self.b]
+        for product in products:
+            with T.serial(self.tiles.tiles_m, unroll=True) as i:
+                left = [part.ptr_to([i * A_REGISTERS]) for part in self.a]
+                multiply_parts(self.part.ptr_to([i * SUMS]), left, right, [product])
+
+
+def multiply_parts(
+    sums: Expr, a: Sequence[Expr], b: Sequence[Expr], products: Sequence[tuple[int, int]]
+) -> None:
+    """Adds some products of parts of fragments of 16 terms, by pointers to their registers."""
+    for left, right in products:
+        T.evaluate(multiply(PART_DTYPE, PART_DTYPE, TERM_BYTES // 2, sums, a[left], b[right]))
 
 
 def _split(parts: list[Expr], at: Expr | int, first: Expr, second: Expr) -> None:

@@ -97,24 +97,6 @@ def round_tf32(registers: Expr) -> Expr:
     return device_call("void", "round_tf32", "void* d", body, registers)
 
 
-def split_tf32(high: Expr, finite: Expr, low: Expr, bits: Expr) -> Expr:
-    """Splits a float32 into the nearest of 10 bits of mantissa, and the rest. Infinities and NaN
-    are in the first alone, and 0 in `finite`, which is the same for what is multiplied with rests:
-    a rest of either sign times infinity would make NaN of a product that is infinite.
-    """
-    body = (
-        "bool is_finite = (bits & 0x7f800000u) != 0x7f800000u; "
-        "unsigned near = (bits + 0x1000u) & 0xffffe000u; "
-        "if ((near & 0x7f800000u) == 0x7f800000u) near = bits & 0xffffe000u; "  # the largest ones
-        "bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u; "
-        "*(unsigned*)h = is_finite ? near : is_nan ? 0x7fffe000u : bits; "
-        "*(unsigned*)f = is_finite ? near : 0u; "
-        "*(float*)l = is_finite ? __uint_as_float(bits) - __uint_as_float(near) : 0.0f;"
-    )
-    arguments = "void* h, void* f, void* l, unsigned bits"
-    return device_call("void", "split_tf32", arguments, body, high, finite, low, bits)
-
-
 def split_float32(parts: Sequence[Expr], first: Expr, second: Expr) -> Expr:
     """Splits two float32 into three bfloat16 each, whose sum they are: what is cut off behind 8
     bits, the nearest of 8 bits to the rest, and what is left, which has no more. Nothing is rounded
