@@ -61,6 +61,7 @@ SETTINGS = {
     "TVM_FUSION_PLAN_CACHE": "0",
     "TVM_FUSION_KERNEL_CACHE": "0",
     "TVM_FUSION_CALIBRATE": "0",
+    "TVM_FUSION_EARLY_LAUNCHES": "0",  # waits are put in by the build, loads in front of them here
     "OMP_NUM_THREADS": "1",  # each process has a core
 }
 MADE_WITH = "made with"  # the versions of tools, among the cases of a file

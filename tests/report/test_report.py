@@ -502,3 +502,11 @@ def test_kernels_for_ranges_of_a_size_are_listed():
     assert said not in text.render(REPORT)
     lines = text.render(replace(REPORT, groups=(group,))).splitlines()
     assert lines[lines.index(said) + 1].endswith(": up to 64, beyond")
+
+
+def test_it_says_how_many_launches_begin_early():
+    group = replace(REPORT.groups[0], early=True, launches=2)
+    said = "launches begin before the one in front has ended, and wait for it"
+    assert said not in text.render(REPORT)
+    shown = text.render(replace(REPORT, groups=(group, *REPORT.groups[1:])))
+    assert f"\n2 of {REPORT.launches.fused} {said}" in shown

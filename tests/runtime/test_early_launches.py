@@ -13,6 +13,7 @@ from tvm.relax import op
 from tvm.script import tirx as T
 
 from tvm_fusion.config import resolve_target
+from tvm_fusion.cost.analytic import pays_early
 from tvm_fusion.flow.functions import planned_function
 from tvm_fusion.kernels.attention.decode.kernel import emit_attention_decode
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
@@ -20,12 +21,13 @@ from tvm_fusion.kernels.gemm import versions
 from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper
 from tvm_fusion.kernels.gemm.runs.rank import emit_product, product_ranked
 from tvm_fusion.kernels.gemm.skinny.kernel import emit_gemm_skinny
-from tvm_fusion.kernels.gpu.ahead import READS_AHEAD, VARIABLE
+from tvm_fusion.kernels.gpu.ahead import EARLY_ATTR, READS_AHEAD, VARIABLE
 from tvm_fusion.kernels.gpu.memory import copy_in
 from tvm_fusion.runtime.build.build import build
 from tvm_fusion.runtime.build.early_launches import (
     DYNAMIC_SMEM,
     EARLY,
+    LIBRARY,
     Calls,
     LaunchTimes,
     launched_early,
@@ -42,7 +44,7 @@ from ..support.runtime_cases import H200, call_in_sequence, double_in_tirx
 from ..support.thin_products import Thin
 from ..support.wgmma_registers import machine_code
 
-INSTRUCTIONS = ("griddepcontrol.launch_dependents;", "griddepcontrol.wait;")
+INSTRUCTIONS = ("griddepcontrol.wait;", "griddepcontrol.launch_dependents;")
 FIRST_STATEMENT = re.compile(r"double_kernel\([^;{]*\) \{\s*(\w+)\(\);")
 CALLED = "tvmf_wait_for_kernels_before();"
 OTHER_ACCESSES = r"\b(LD|LDGSTS|UTMALDG|UBLKCP|STG|ST|ATOMG|RED|UTMASTG)\."
@@ -84,9 +86,9 @@ def test_the_size_of_shared_memory_stays_the_last_parameter_of_a_launch(monkeypa
     assert early == [*plain[:-1], EARLY, DYNAMIC_SMEM]
 
 
-@pytest.mark.parametrize("why", ["device", "environment"])
+@pytest.mark.parametrize("why", ["device", "environment", "model"])
 def test_where_nothing_is_launched_early_kernels_are_the_same(why, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "" if why == "environment" else "1")
+    monkeypatch.setenv(VARIABLE, {"environment": "0", "device": "1", "model": ""}[why])
     profile = "nvidia_a100" if why == "device" else "nvidia_h200"
     plain, early = (unit_of(profile, early) for early in (False, True))
     assert early.source == plain.source
@@ -99,7 +101,7 @@ def test_a_kernel_whose_blocks_wait_for_each_other_is_not_launched_early(monkeyp
     ((gvar, func),) = unit.kernels.functions_items()
     spread = func.with_attr(LAUNCH_PARAMS, [COOPERATIVE, *parameters(unit)])
     kernels = tvm.IRModule({gvar: spread})
-    assert launched_early(kernels, unit.target)[gvar].same_as(spread)
+    assert launched_early(kernels, unit.target, ["product"])[gvar].same_as(spread)
 
 
 # ---- what stands in front of the wait
@@ -173,7 +175,7 @@ def test_products_of_few_rows_load_their_first_weights_before_they_wait(monkeypa
     run_cuda_on_cpu(kernel, [*inputs, result])
     assert np.abs(result - expected).max() <= 4e-3 * np.abs(expected).max()
     before, behind = machine_code(kernel).split("ACQBULK")
-    assert "PREEXIT" in before
+    assert "PREEXIT" in behind
     assert re.search(r"\bLDG\.", before)
     assert not re.search(OTHER_ACCESSES, before)
     assert not re.search(r"\bLDG\.\S*CONSTANT", before + behind)
@@ -195,9 +197,9 @@ class Linears(nn.Module):
         return nn.functional.linear(y, weight) if self.given else self.second(y)
 
 
-def launches_of(model, inputs, monkeypatch):
+def launches_of(model, inputs, monkeypatch, asked="1"):
     """Of each kernel of a planned model whether it is launched early."""
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(VARIABLE, asked)
     monkeypatch.setenv("TVM_FUSION_KERNEL_CACHE", "0")
     early, make = [], CudaUnit.module
 
@@ -229,6 +231,31 @@ def test_a_first_launch_that_a_call_may_leave_out_is_not_the_one_to_be_late(monk
     assert early == [True, True]
 
 
+@pytest.mark.parametrize(("asked", "early"), [("0", [False, False]), ("", [False, True])])
+def test_what_reads_ahead_is_early_unless_that_is_switched_off(asked, early, monkeypatch):
+    inputs = torch.zeros(1, 2048).half(), torch.zeros(512, 2048).half()
+    assert sorted(launches_of(Linears(False).half(), inputs, monkeypatch, asked)) == early
+
+
+def test_launches_are_to_be_early_that_are_short_beside_the_gap_in_front_of_them():
+    x = torch.zeros(8192, 8192).half(), torch.zeros(64, 64).half()
+    planned = planned_function((Rows(), x), "nvidia_h200")
+    times = {g.ops[-1]: g.predicted_us - g.terms["launch"] for g in planned.plan.groups}
+    short = sum(pays_early(us, planned.hw) for us in times.values())
+    functions = (f for _, f in planned.write().mod.functions_items() if EARLY_ATTR in f.attrs)
+    marked = [bool(func.attrs[EARLY_ATTR]) for func in functions]
+    assert (sum(marked), short) == (1, 1)
+    assert len(marked) == len(times) == 2
+    assert max(times.values()) > 10 * min(times.values())
+
+
+class Rows(nn.Module):
+    """A long launch and a short one."""
+
+    def forward(self, x, y):
+        return torch.softmax(x, -1), torch.softmax(y, -1)
+
+
 @pytest.mark.parametrize(
     ("order", "reads", "unsure", "late"),
     [
@@ -245,6 +272,12 @@ def test_a_first_launch_that_a_call_may_leave_out_is_not_the_one_to_be_late(monk
             {"reads", "a"},
         ),
         ([("n", True), ("a", True), ("b", True)], {"n": [], "a": [], "b": []}, ("n",), {"a"}),
+        (
+            [("a", True), ("b", True), (LIBRARY, True), ("c", True), ("d", True)],
+            {"a": [], "b": [], "c": [], "d": []},
+            "",
+            {"a", "c"},
+        ),
     ],
 )
 def test_which_launches_are_late(order, reads, unsure, late):
@@ -270,7 +303,7 @@ def test_machine_code_loads_nothing_else_before_it_waits(name, monkeypatch):
     monkeypatch.setenv(VARIABLE, "1")
     kernel = double_in_tirx() if name == "double" else KERNELS[name][0]()[0]
     before, behind = machine_code(kernel).split("ACQBULK")
-    assert "PREEXIT" in before
+    assert "PREEXIT" in behind
     assert not re.search(rf"{OTHER_ACCESSES}|\bLDG\.", before)
     assert re.search(rf"{OTHER_ACCESSES}|\bLDG\.", behind)
     assert not re.search(r"\bLDG\.\S*CONSTANT", behind)

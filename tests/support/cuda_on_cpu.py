@@ -29,6 +29,7 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
+from tvm_fusion.kernels.gpu.ahead import is_to_be_early
 from tvm_fusion.runtime.build.early_launches import EARLY, launched_early
 from tvm_fusion.runtime.build.lowering import mixed_tir_pipeline
 
@@ -89,7 +90,7 @@ def lower(func: tirx.PrimFunc) -> Lowered:
         host, found = finish_host()(_without_device(host)), []
         for name, kernel in device.functions.items():
             alone = finish_device()(tvm.IRModule({name: kernel}, attrs=device.attrs))
-            alone = launched_early(alone, CUDA)
+            alone = launched_early(alone, CUDA, ["main"] if is_to_be_early(func) else [])
             source = tirx_build.codegen_build(alone, target).inspect_source()
             ((_, kernel),) = alone.functions.items()
             launch_params = tuple(str(p) for p in kernel.attrs["tirx.kernel_launch_params"])

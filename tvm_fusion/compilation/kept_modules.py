@@ -49,7 +49,7 @@ from ..ir.weights import (
     weights_of,
     with_parameters_bound,
 )
-from ..kernels.gpu.ahead import launches_early
+from ..kernels.gpu.ahead import asked
 from ..report.screen import Report
 from ..runtime.build.build import Built, build_functions
 from ..runtime.build.cuda_compiler import flags_of_environment
@@ -225,7 +225,7 @@ def _key(model: ReadModel, wishes: Wishes) -> str:
     passes = sorted(map(str, context.disabled_pass)), str(dict(context.config))
     content = content_hash(model.mods["main"])
     around = surroundings(model.target, model.hw, model.policy)
-    kernels = launches_early(), flags_of_environment()
+    kernels = asked(), flags_of_environment()
     about = [repr(wishes), *passes, sys.version_info[:2], *kernels]
     return digest([_FORMAT, content, *about, *around])
 

@@ -6,7 +6,7 @@ An entry holds the host code and the CUDA sources of one PrimFunc; its machine c
 cubin cache, by the hash of the source, and weights lie in neither. The key holds all that decides
 the code: the PrimFunc with its name, its kernel class, what tuning chose for it, the target, the
 numbers of the device, the policy, this package (each of its files by size and time), TVM, the
-options of its passes, and whether kernels are launched early.
+options of its passes, and which kernels are launched early.
 Nothing is kept while a kernel class of the user's is registered. A damaged entry counts as missing.
 Files are never removed, and may be at any time: the folder can be deleted to make room.
 `TVM_FUSION_KERNEL_CACHE=0` writes each kernel again.
@@ -31,7 +31,7 @@ from ..config.digest import digest
 from ..errors import InputError
 from ..host.atomic_files import replace_file
 from ..host.cache_folder import cache_dir, make_folder
-from ..kernels.gpu.ahead import launches_early
+from ..kernels.gpu.ahead import asked
 from ..runtime.build.kernel_code import CudaUnit, KernelCode
 from .plan_cache import all_ours, surroundings
 
@@ -61,7 +61,7 @@ class KernelCache:
         """The cache; None where kernels are not kept."""
         if os.environ.get(VARIABLE) == "0" or not all_ours(hw):
             return None
-        parts = [_FORMAT, *surroundings(target, hw, policy), _pass_options(), launches_early()]
+        parts = [_FORMAT, *surroundings(target, hw, policy), _pass_options(), asked()]
         return cls(cache_dir() / "kernels", digest(parts))
 
     def path(self, name: str, func: tirx.PrimFunc, class_name: str, choice: str = "") -> Path:

@@ -22,6 +22,7 @@ from typing import Any
 import tvm
 
 from ..config import HardwareProfile, Policy
+from ..cost.analytic import pays_early
 from ..cost.probe import can_probe, probe
 from ..errors import PlanError
 from ..host.stages import stage
@@ -30,7 +31,7 @@ from ..ir.convention import Convention
 from ..ir.graph import FusionGraph, build_graph
 from ..ir.origins import Origins
 from ..kernels import registry
-from ..plan.decide.caution import measured_whole, unfused_times
+from ..plan.decide.caution import LAUNCH, measured_whole, unfused_times
 from ..plan.decide.decide import caution_of, without
 from ..plan.decide.predicted_again import predicted_again
 from ..plan.decide.probing import facts, in_doubt
@@ -348,12 +349,26 @@ class Planned:
         def apply(mod: tvm.IRModule) -> Written:
             constants = packable_arguments(mod, self.hw) if is_enabled(PACK_CONSTANTS) else {}
             with self.target:
-                return write_kernels(
-                    mod, classes, self.hw, self.policy, ahead, self.tuned, constants
-                )
+                known = self.tuned, constants, self._early(materialized)
+                return write_kernels(mod, classes, self.hw, self.policy, ahead, *known)
 
         found = result_of(WRITE_KERNELS, materialized.mod, apply, lambda done: done.mod)
         return Written(materialized.mod, {}) if found is None else found
+
+    def _early(self, materialized: Materialized) -> dict[str, bool]:
+        """The PrimFuncs whose kernels may be launched early, and whether they are predicted to be
+        short enough; none where there is one launch.
+        """
+        launches = [g for g in self.plan.groups if g.predicted_us > 0]
+        if self.hw.kind != "cuda" or len(launches) < 2:
+            return {}
+        longest: dict[str, float] = {}
+        for group in launches:
+            name = materialized.functions.get(group.ops)
+            if name is not None:
+                body_us = group.predicted_us - group.terms.get(LAUNCH, 0.0)
+                longest[name] = max(longest.get(name, 0.0), body_us)
+        return {name: pays_early(body_us, self.hw) for name, body_us in longest.items()}
 
 
 @dataclass(frozen=True, eq=False, slots=True)

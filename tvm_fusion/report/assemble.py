@@ -111,6 +111,7 @@ def built_report(
                 g,
                 name,
                 launches=launches_of(built.kernels.get(name, ("",))),
+                early=not built.early.isdisjoint(built.kernels.get(name, ())),
                 versions=versions_among(built.kernels.get(name, ())),
                 registers=max((k.registers for k in found), default=None),
                 spill_bytes=max((k.spill_bytes for k in found), default=None),

@@ -83,6 +83,9 @@ class GroupReport:
         Name of the kernel class that wrote it.
     launches : int
         Device launches of one call.
+    early : bool
+        Whether it is launched before the kernel in front of it has ended, and waits for that
+        (`runtime.build.early_launches`).
     versions : tuple of str
         Ranges of its symbolic size ("up to 64", "beyond"), each with a kernel of its own, of which
         a call launches one; none where one kernel is for all.
@@ -154,6 +157,7 @@ class GroupReport:
     fallback: str | None = None
     evidence: Mapping[str, Any] | None = field(default=None, hash=False)
     assumed_l2: Mapping[str, float] = field(default_factory=dict, hash=False)
+    early: bool = False
     versions: tuple[str, ...] = ()
     tuned: Mapping[str, Any] | None = field(default=None, hash=False)
     label: str = ""

@@ -50,7 +50,7 @@ def render(report: Facts) -> str:
     parts = [summary_lines(report), _times(report)]
     if report.groups:
         parts.append(align(_group_table(report), left=_LEFT_ALIGNED))
-        parts += [_terms(report), _versions(report), _tuned(report)]
+        parts += [_terms(report), _versions(report), _early(report), _tuned(report)]
     parts += [_fallbacks(report), _plain(report), _layouts(report), _refusals(report.refusals)]
     return "\n\n".join(part for part in parts if part)
 
@@ -289,6 +289,13 @@ def _versions(report: Facts) -> str:
     found = [groups for groups in with_one_kernel(report.groups) if groups[0].versions]
     lines = [f"  {clip(title(groups))}: {', '.join(groups[0].versions)}" for groups in found]
     return "\n".join(["a kernel for each range of the symbolic size:", *lines]) if lines else ""
+
+
+def _early(report: Facts) -> str:
+    """How many launches begin before the kernel in front has ended."""
+    count = sum(group.launches for group in report.groups if group.early)
+    wait = "begin before the one in front has ended, and wait for it"
+    return f"{count} of {report.launches.fused} launches {wait}" if count else ""
 
 
 def _tuned(report: Facts) -> str:

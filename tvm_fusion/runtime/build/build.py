@@ -19,6 +19,7 @@ from tvm.tirx.build import codegen_build
 from ...errors import BuildError
 from ...host.stages import stepped
 from ...ir.weights import Weight, with_values
+from ...kernels.gpu.ahead import is_to_be_early
 from ...transform.functions.functions import with_functions
 from ...transform.memory.plan_memory import SETTLE
 from ..calls.call_memory import MemoryPlan, planned_memory
@@ -92,6 +93,8 @@ class Built:
         One per kernel; empty on a CPU.
     resources : Mapping[str, KernelResources]
         By kernel, where nvcc compiled it.
+    early : frozenset of str
+        Kernels that are launched before the one in front has ended (`early_launches`).
     memory : MemoryPlan
     writes : tuple of int
         Inputs of the function that it writes into, by position.
@@ -120,6 +123,7 @@ class Built:
     own: tuple[bool, ...] = ()
     destinations: Destinations | None = None
     plain: Mapping[str, str] = field(default_factory=dict)
+    early: frozenset[str] = frozenset()
     weights: WeightValues | None = None
     entries: tuple[str, ...] = ()
     written: Callable[[], tvm.IRModule] | None = None
@@ -216,6 +220,7 @@ def build_entries(
     cubin_cache.install()
     builder = relax.ExecBuilder()
     library, codes, planned, functions = None, [], [], {}
+    early: set[str] = set()
     weights: dict[str, tuple[Weight, ...]] = {}
     given: dict[str, Destinations] = {}
     with target:
@@ -228,7 +233,7 @@ def build_entries(
         if functions:
             prim_funcs = tvm.IRModule(functions, attrs=rest.attrs)
             calls = None if writes_constants(mod) else Calls.of(lowered, weights)
-            library, codes = _build_tir(prim_funcs, target, compile_kernels, ahead, calls)
+            library, codes = _build_tir(prim_funcs, target, compile_kernels, ahead, calls, early)
         executable = link(builder, target, library, lowered.attrs)
     launched = launched_kernels(executable.mod)
     _refuse_host_loops(executable, launched, functions)
@@ -241,6 +246,7 @@ def build_entries(
         "kernels": {name: tuple(found) for name, found in launched.items()},
         "cuda_sources": cuda_sources(executable.mod),
         "resources": {r.name: r for code in codes for r in resources_of(code)},
+        "early": frozenset(early),
         "plain": {
             gvar.name_hint: str(func.attrs[PLAIN_ATTR])
             for gvar, func in functions.items()
@@ -308,11 +314,11 @@ def _build_tir(
     compile_kernels: bool,
     ahead: CompiledAhead | None = None,
     calls: Calls | None = None,
+    told_early: set[str] | None = None,
 ) -> tuple[tvm.runtime.Module, list[DeviceCode]]:
     """As `tvm.tirx.build`, with a device module per kernel; of kernels that are launched early
-    (`early_launches`), where it is known how they are called.
+    (`early_launches`), where it is known how they are called: their names are `told_early`.
     """
-    early = calls is not None
     codes_ahead = ahead.codes if ahead else {}
     known, rest = [], {}
     for gvar, func in mod.functions_items():
@@ -320,10 +326,11 @@ def _build_tir(
             known.append(codes_ahead[gvar.name_hint])
         else:
             rest[gvar] = func
+    early = [gvar.name_hint for gvar, func in rest.items() if calls and is_to_be_early(func)]
     host, device = lowered_parts(tvm.IRModule(rest, attrs=mod.attrs), target)
     for code in known:
         host.update(code.host)
-    on_time = LaunchTimes.of(host, calls)
+    on_time = LaunchTimes.of(host, calls, told_early)
     if target.kind.name != "cuda" or not compile_kernels:
         return _with_sources(_host_library(host, target), device, early, on_time), []
     units: list[CudaUnit] = []
@@ -349,7 +356,7 @@ def _host_library(host: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.
 def _with_sources(
     library: tvm.runtime.Module,
     device: Mapping[tvm.target.Target, tvm.IRModule],
-    early: bool,
+    early: Sequence[str],
     on_time: LaunchTimes,
 ) -> tvm.runtime.Module:
     """The library with device modules as TVM makes them."""

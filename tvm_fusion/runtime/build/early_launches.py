@@ -2,62 +2,61 @@
 
     kernel(...) {                            kernel(...) {
       first weights                            first weights       (`kernels.gpu.ahead`)
-      before_wait                              griddepcontrol.launch_dependents
-      body                                     griddepcontrol.wait
+      before_wait                              griddepcontrol.wait
+      body                                     griddepcontrol.launch_dependents
     }                                          pointers = behind the wait
                                                body
                                              }
 
 On devices of compute capability 9.0 and later (programmatic dependent launch). The contract:
 
-1. *Every thread of a kernel that is launched early waits before it reads or writes memory*, but for
-   2. The wait is over when the kernel in front has ended and what it wrote can be read. That one
-   waited, too, before it could end, or was launched late, which is to wait: so all kernels before
-   it have ended, whenever their threads let others start. Memory that is used again is safe for the
-   same reason: who writes to it has waited for all who read it.
+1. *A kernel lets the next one start when its own wait is over*: the kernel in front of it has ended
+   then, and what that wrote can be read. So while a kernel runs, all in front of it have ended but
+   one, for which every thread waits before it reads or writes memory; memory that is used again is
+   safe. Blocks that wait take no place from the kernel in front, whose blocks have all begun.
 2. *In front of the wait stand indices, registers, and loads ahead of weights*, which no launch of a
    call writes. Where a writer's statements are more than that (`_is_allowed`), the kernel waits at
    its start; where a parameter that is read ahead is no weight in some call, it is launched late
-   (`Calls`). Who wrote weights before the call (an optimizer's step) may still be about to end when
-   the next kernel is launched early: so the first launch of each function is late, and all others
-   start when that one has. Where that one may be left out (`empty_launches`), what reads ahead is
-   late up to the first that is not.
-3. *No compiler takes a load across the wait.* Loads of what no thread writes (`ld.global.nc`, or
+   (`Calls`).
+3. *What others launch* may have written weights (an optimizer's step), or ended before what is in
+   front of it, as a kernel that never waits. So the first launch of each function is late, and the
+   first behind a function that is called from a library. A late launch starts when all in front
+   has ended. Where it may be left out (`empty_launches`), what reads ahead is late up to the first
+   that is not. Late are, too, kernels whose blocks wait for each other: all need places at once.
+4. *No compiler takes a load across the wait.* Loads of what no thread writes (`ld.global.nc`, or
    through a `__restrict__` pointer) may be moved, and may find old values in a cache: constant is
    what does not change while a kernel runs, and this one runs while its operands are computed. So
    such loads become plain ones, and each pointer is made anew behind the wait, so that all that is
    loaded depends on it.
-4. *A kernel of somebody else* neither waits nor lets others start: one behind ours is launched late
-   and starts when ours have ended; ours behind it start when it ends. So it is with copies, and
-   with kernels whose blocks wait for each other: all need places at once, they are launched late.
 
-Asked for by `TVM_FUSION_EARLY_LAUNCHES=1`. What profilers say of a kernel's time holds its wait
-then; `timing.apart` takes that out. On an H200, CUDA graphs, us a call, late and early:
+Copies, events, and kernels of other libraries end before ours start, and start when ours have
+ended: their launches ask for nothing else. Whoever replays captured kernels one by one launches
+them late. Which are to be early says the cost model (`cost.analytic.pays_early`), or
+`TVM_FUSION_EARLY_LAUNCHES`. What profilers say of a kernel's time holds its wait;
+`timing.apart` takes that out. CUDA graphs, all kernels early, us a call, late and early:
 
-    wait, then let others start (2026-11-27)
+    H200, without loads ahead (2026-11-27)
       eight transformer blocks of one token              180.2   159.8
       four blocks of 512 tokens                          187.0   183.0
       ResNet-50, 32 images                               782.7   786.9
       sorts and scans of 1000 x 1000                     298.0   299.4
-    let others start, then wait (2026-11-28)
-      a layer of Llama 3 8B, cache of 2048, batch 1      123.6   122.6
-      batch 16                                           157.7   159.9
+    H100, with them (2026-11-28)
+      eight transformer blocks of one token              201.0   172.4 (without 179.0)
+      a layer of Llama 3 8B, cache of 2048, batch 1      174.7   168.8 (without 169.4)
+      batch 16                                           216.8   219.3 (by CUPTI 214.5, 213.1)
 
+Bitwise the same, in 100 steps of these layers with their caches and 200 calls of the others.
+Tried and left out. Letting others start before the wait: 191.2 for the blocks, 182.8 for the layer.
 Requests of weights into the L2 in front of the wait (`cp.async.bulk.prefetch.L2`, of all blocks
-that run at once) were taken out again. Of that layer, an eighth, a third and two thirds of the L2:
-119.5, 124.2 and 131.5 us at batch 1, 160.1, 164.0 and 170.2 at batch 16; of the eight blocks, a
-third: 177.3 for 179.7. Loads ahead into registers are not timed yet.
-
-Bitwise the same, in 100 steps of these layers with their caches and 200 calls of the others, in
-CUDA graphs and on a stream. What was not, the blocks of one token on a stream, had been planned for
-what launches cost there: 34 of its 112 groups are others (scores are scaled, and rounded, by
-another kernel), and none of 200 calls is bitwise the graph's; with the graph's plan all are.
+that run at once), on an H200: 119.5, 124.2 and 131.5 for the layer with an eighth, a third and two
+thirds of the L2, which took 123.6 late.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Self
 
 import tvm
 import tvm_ffi
@@ -67,7 +66,7 @@ from tvm.ir import Call, Expr, StringImm, TensorLoad, Var
 
 from ...config.targets import architecture_of
 from ...ir.weights import Weight
-from ...kernels.gpu.ahead import LOADS_AHEAD, MARK, READS_AHEAD, launches_early
+from ...kernels.gpu.ahead import LOADS_AHEAD, MARK, READS_AHEAD
 from ...kernels.gpu.intrinsics import PREFIX, device_call
 from .lowering import COOPERATIVE, LAUNCH_PARAMS
 from .version_names import is_kernel_of
@@ -81,7 +80,10 @@ WAIT = "wait_for_kernels_before"
 LAUNCH = "call_ffi_kernel"
 """How the name of the operator ends that launches a kernel in a host function."""
 
-_START = 'asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");'
+LIBRARY = "a function of a library"
+"""Stands for such calls among the names of PrimFuncs."""
+
+_START = 'asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");'
 _BEHIND = (  # an address of global memory, as before: else loads would ask where it points
     f"template <typename T> __device__ __forceinline__ void {PREFIX}behind_wait(T& p) "
     '{ size_t a = __cvta_generic_to_global(p); asm volatile("" : "+l"(a) :: "memory"); '
@@ -94,13 +96,18 @@ _SHUFFLE = tvm.ir.Op.get("tirx.cuda.__shfl_sync")  # TVM asks for the number of 
 _PURE = 1  # tvm::tirx::CallEffectKind::kPure
 
 
-def launched_early(kernels: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
-    """Lowered kernels that are launched early and wait; the same on devices that cannot, and where
-    they are not to.
+def launched_early(
+    kernels: tvm.IRModule, target: tvm.target.Target, early: Sequence[str]
+) -> tvm.IRModule:
+    """Lowered kernels, of which those of the PrimFuncs `early` are launched early and wait; the
+    same on devices that cannot.
     """
-    if not launches_early() or not architecture_of(target).has_dependent_launch:
+    if not early or not architecture_of(target).has_dependent_launch:
         return kernels
-    functions = {gvar: _early(func) for gvar, func in kernels.functions_items()}
+    functions = {
+        gvar: _early(func) if any(is_kernel_of(gvar.name_hint, name) for name in early) else func
+        for gvar, func in kernels.functions_items()
+    }
     return tvm.IRModule(functions, attrs=kernels.attrs)
 
 
@@ -216,7 +223,8 @@ class Calls:
     Attributes
     ----------
     orders : tuple of tuple of (str, bool)
-        For each Relax function the PrimFuncs that it calls, in order, and whether always.
+        For each Relax function the PrimFuncs that it calls, in order, and whether always; `LIBRARY`
+        stands for all functions of libraries.
     weights : dict of str to set of int
         By PrimFunc, the parameters that are a weight in each call: no launch of a call writes it.
     """
@@ -234,18 +242,18 @@ class Calls:
             count = len(weights.get(gvar.name_hint, ()))
             own = set(func.params[len(func.params) - count :])
             order: list[tuple[str, bool]] = []
-            for call, always in _calls(func.body, True):
-                order.append((call.op.name_hint, always))
-                here = {i for i, arg in enumerate(call.args) if arg in own}
-                found[call.op.name_hint] = found.get(call.op.name_hint, here) & here
+            for name, arguments, always in _calls(func.body, True):
+                order.append((name, always))
+                here = {i for i, arg in enumerate(arguments) if arg in own}
+                found[name] = found.get(name, here) & here
             orders.append(tuple(order))
         return cls(tuple(orders), found)
 
     def late(self, reads: Mapping[str, Sequence[int]], sure: Set[str]) -> set[str]:
-        """The PrimFuncs to launch late: what is called before, or as, the first of each function
-        that is `sure` to launch kernels, and what reads ahead of what is no weight. `reads` has the
-        parameters that each which launches kernels reads ahead; one that is not sure to, and reads
-        none, is no reason for a late launch.
+        """The PrimFuncs to launch late: what is called before, or as, the first of each function,
+        or behind a library's, that is `sure` to launch kernels, and what reads ahead of what is no
+        weight. `reads` has the parameters that each which launches kernels reads ahead; one that
+        is not sure to, and reads none, is no reason for a late launch.
         """
         found = {
             name
@@ -253,23 +261,29 @@ class Calls:
             if not self.weights.get(name, set()).issuperset(read)
         }
         for order in self.orders:
+            behind_others = True
             for name, always in order:
-                if always and name in sure:
+                if name == LIBRARY:
+                    behind_others = True
+                elif behind_others and always and name in sure:
                     found.add(name)
-                    break
-                if not always or reads.get(name, True):
+                    behind_others = False
+                elif behind_others and (not always or reads.get(name, True)):
                     found.add(name)
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchTimes:
-    """Kernels that wait, with those launched late that have to be; `late` names PrimFuncs."""
+    """Kernels that wait, with those launched late that have to be; `late` names PrimFuncs, and
+    `early` takes the names of the kernels that are early.
+    """
 
     late: Set[str]
+    early: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, host: tvm.IRModule, calls: Calls | None) -> LaunchTimes:
+    def of(cls, host: tvm.IRModule, calls: Calls | None, early: set[str] | None = None) -> Self:
         """From the host functions of a module, which launch its kernels."""
         reads = {
             gvar.name_hint: [int(number) for number in func.attrs.get(READS_AHEAD, ())]
@@ -277,7 +291,8 @@ class LaunchTimes:
             if _launches(func.body)
         }
         sure = {gvar.name_hint for gvar, func in host.functions_items() if _is_sure(func.body)}
-        return cls(frozenset(calls.late(reads, sure) if calls else reads))
+        late = frozenset(calls.late(reads, sure) if calls else reads)
+        return cls(late, set() if early is None else early)
 
     def __call__(self, kernels: tvm.IRModule) -> tvm.IRModule:
         """The kernels of one launch: late, if that is to be."""
@@ -289,7 +304,10 @@ class LaunchTimes:
     def _on_time(self, kernel: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
         names = [str(name) for name in func.attrs.get(LAUNCH_PARAMS, ())]
         is_late = any(is_kernel_of(kernel, name) for name in self.late)
-        if EARLY not in names or not is_late:
+        if EARLY not in names:
+            return func
+        if not is_late:
+            self.early.add(kernel)
             return func
         return func.with_attr(LAUNCH_PARAMS, [name for name in names if name != EARLY])
 
@@ -318,8 +336,10 @@ def _launches(body: tirx.Stmt) -> bool:
     return tvm_ffi.structural_walk(body, [(Call, visit)]) is not None
 
 
-def _calls(body: relax.Expr, always: bool) -> Iterator[tuple[relax.Call, bool]]:
-    """Calls of PrimFuncs in order, and whether each takes place in each call of the function."""
+def _calls(body: relax.Expr, always: bool) -> Iterator[tuple[str, Sequence[relax.Expr], bool]]:
+    """Calls of PrimFuncs and libraries in order: the name, the arguments, and whether each takes
+    place in each call of the function.
+    """
     if not isinstance(body, relax.SeqExpr):
         return
     for block in body.blocks:
@@ -329,4 +349,13 @@ def _calls(body: relax.Expr, always: bool) -> Iterator[tuple[relax.Call, bool]]:
                 yield from _calls(value.true_branch, False)
                 yield from _calls(value.false_branch, False)
             elif isinstance(value, Call) and isinstance(value.op, tvm.ir.GlobalVar):
-                yield value, always
+                yield value.op.name_hint, value.args, always
+            elif isinstance(value, Call) and _is_of_library(value):
+                yield LIBRARY, (), always
+
+
+def _is_of_library(call: relax.Call) -> bool:
+    """Whether a function that is not of the VM is called: it may launch kernels."""
+    if not isinstance(call.op, relax.ExternFunc):
+        return False
+    return not str(call.op.global_symbol).startswith("vm.builtin.")

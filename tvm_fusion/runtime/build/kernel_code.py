@@ -6,7 +6,7 @@ A kernel without its body is all that TVM needs to make a device module of a sou
 that are known: the names, parameters and launch parameters of its functions.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from tvm.ir import Call
 from tvm.tirx.build import codegen_build, split_host_device_mods
 
 from ...errors import BuildError
+from ...kernels.gpu.ahead import is_to_be_early
 from . import cubin_cache
 from .early_launches import DYNAMIC_SMEM, LAUNCH, launched_early
 from .lowering import mixed_tir_pipeline, without_entry
@@ -90,7 +91,7 @@ def kernel_code(
     name: str, func: tirx.PrimFunc, target: tvm.target.Target, early: bool = False
 ) -> KernelCode:
     """Lower one PrimFunc for CUDA; `name` is what it is called by. With `early` its kernels are
-    launched early (`early_launches`).
+    launched early if they are to be (`early_launches`).
 
     Raises
     ------
@@ -100,14 +101,15 @@ def kernel_code(
     mod = tvm.IRModule({name: func.with_attr("global_symbol", name)})
     with target:
         host, device = lowered_parts(mod, target)
-        units = attempt(lambda _: tuple(cuda_units(device, early)), mod)
+        names = [name] if early and is_to_be_early(func) else []
+        units = attempt(lambda _: tuple(cuda_units(device, names)), mod)
     return KernelCode(host, units)
 
 
 def cuda_units(
-    device: Mapping[tvm.target.Target, tvm.IRModule], early: bool = False
+    device: Mapping[tvm.target.Target, tvm.IRModule], early: Sequence[str] = ()
 ) -> Iterator[CudaUnit]:
-    """Generate the CUDA sources of lowered kernels; of `early` ones as `kernel_code`."""
+    """Generate the CUDA sources of lowered kernels, those of the PrimFuncs `early` launched so."""
     for target, kernels in device.items():
         for final in finalized(kernels, target, early):
             with cubin_cache.source_only():
@@ -119,13 +121,13 @@ def cuda_units(
 
 
 def finalized(
-    kernels: tvm.IRModule, target: tvm.target.Target, early: bool
+    kernels: tvm.IRModule, target: tvm.target.Target, early: Sequence[str]
 ) -> Iterator[tvm.IRModule]:
     """Lowered kernels as TVM generates code for them, a module for each (`one_kernel_each`)."""
     _, _, finalize = mixed_tir_pipeline()
     for part in one_kernel_each(kernels):
         final = finalize()(part)
-        yield launched_early(final, target) if early else final
+        yield launched_early(final, target, early)
 
 
 def lowered_parts(

@@ -28,6 +28,7 @@ from ...host.stages import stepped
 from ...ir.graph import OUTPUTS_ATTR, PLACED_ATTR
 from ...ir.reader import OPAQUE_PATTERN
 from ...kernels.cpu.contraction.panels import mark_constants
+from ...kernels.gpu.ahead import EARLY_ATTR
 from ...kernels.recurrence.problem import read_recurrence
 from ...kernels.registry import family, names
 from ...plan.plan import STOCK, UNWRITTEN, FusionPlan
@@ -113,6 +114,7 @@ def write_kernels(
     ahead: Ahead | None = None,
     tuned: Tuned | None = None,
     constants: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    early: Mapping[str, bool] = MappingProxyType({}),
 ) -> Written:
     """Writes the kernel of each PrimFunc.
 
@@ -131,6 +133,9 @@ def write_kernels(
     constants : mapping of str, optional
         Parameters that are constants in all calls, by name of PrimFunc and position: a kernel may
         take them packed, which is left to `PackConstants`.
+    early : mapping of str, optional
+        PrimFuncs whose kernels may be launched early (`runtime.build.early_launches`), and whether
+        that pays whatever they read.
     """
     functions, failures = dict(mod.functions.items()), {}
     writer, outputs = KernelWriter(hw, policy), _output_counts(mod)
@@ -154,6 +159,8 @@ def write_kernels(
         if hw.kind == "cuda" and gvar in outputs and _is_symbolic(func):
             func = func.with_attr(OUTPUTS_ATTR, outputs[gvar])
         choice = tuned.choice(func, name, policy) if tuned is not None else ""
+        if symbol in early:
+            func = func.with_attr(EARLY_ATTR, early[symbol])
         wanted.append(Wanted(gvar, func, name, choice))
     turns = wanted if ahead is None else ahead.in_turn(wanted)
     for one in stepped("kernels written", turns, len(wanted)):
@@ -161,7 +168,8 @@ def write_kernels(
         kernel = None
         try:
             if choice:
-                write = partial(tuned.kernel, func, name, hw, policy)
+                known = func.without_attr(EARLY_ATTR) if symbol in early else func
+                write = partial(tuned.kernel, known, name, hw, policy)
                 kernel = _kernel(symbol, func, name, choice, write, ahead)
             if kernel is None:
                 write = partial(writer.kernel, func, name)
@@ -313,7 +321,9 @@ def write_kernel(
 
 
 def named(kernel: tirx.PrimFunc, like: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The kernel of a PrimFunc, which TVM fuses with nothing, by the PrimFunc's name."""
+    """The kernel of a PrimFunc by its name, which TVM fuses with nothing, early as it is to be."""
+    if like.attrs and EARLY_ATTR in like.attrs:
+        kernel = kernel.with_attr(EARLY_ATTR, like.attrs[EARLY_ATTR])
     return _named(kernel.with_attr("op_pattern", OPAQUE_PATTERN), like)
 
 
