@@ -16,10 +16,11 @@ class _Stop(BaseException):
 def within(seconds: float | None) -> Iterator[None]:
     """Raise TimeoutError once the body has taken longer.
 
-    Code outside Python is only interrupted where it comes back. Without a limit, and outside the
-    main thread of a process, the body takes the time it takes.
+    Code outside Python is only interrupted where it comes back. Without a limit, outside the main
+    thread of a process, and on Windows, which has no such clock, the body takes the time it takes.
     """
-    if seconds is None or threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if seconds is None or not is_main or not hasattr(signal, "SIGALRM"):
         yield
         return
 

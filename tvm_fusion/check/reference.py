@@ -575,7 +575,7 @@ def _mallopt() -> object | None:
     try:
         library = ctypes.CDLL(None)
         return library.mallopt if library.gnu_get_libc_version else None
-    except (AttributeError, OSError):
+    except (AttributeError, OSError, TypeError):  # TypeError: Windows has no library of the process
         return None
 
 

@@ -211,7 +211,8 @@ def settle() -> None:
             thread.join()
 
 
-os.register_at_fork(before=settle)
+if hasattr(os, "register_at_fork"):  # nothing forks on Windows
+    os.register_at_fork(before=settle)
 
 
 def _with_constants(path: Path, weights: Sequence[Weight]) -> tvm.IRModule:

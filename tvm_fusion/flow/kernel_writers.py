@@ -195,6 +195,8 @@ def current_writers() -> KernelWriters | None:
 
 
 def _count(operators: int) -> int:
+    if os.name != "posix":  # a process is given its socket as it starts
+        return 0
     asked, cores = os.environ.get(VARIABLE, ""), available_cores()
     if asked.isdecimal():
         return int(asked)

@@ -59,7 +59,11 @@ def replace_bytes(
 
 def umask() -> int:
     """The mask of this process; setting it to read it would be seen by other threads."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:  # no Linux
+        lines = []
+    for line in lines:
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)
-    return 0o077  # a kernel before 4.7
+    return 0o077  # a kernel before 4.7, or another system

@@ -48,7 +48,7 @@ def not_own(folder: Path) -> str | None:
         found = folder.stat()
     except OSError:
         return None
-    if found.st_uid != os.geteuid():
+    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():  # Windows has no such numbers
         return "it belongs to another user"
     return "all users may write to it" if is_open(folder) else None
 

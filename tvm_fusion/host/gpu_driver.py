@@ -8,6 +8,9 @@ import ctypes
 import sys
 from ctypes import byref, c_int, c_size_t
 
+LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+"""The driver's library."""
+
 _ATTRIBUTES = {  # CUdevice_attribute, cuda.h
     "clock_khz": 13,
     "num_sms": 16,
@@ -43,6 +46,6 @@ def gpu_attributes() -> dict[str, int]:
 
 def _library() -> ctypes.CDLL | None:
     try:
-        return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        return ctypes.CDLL(LIBRARY)
     except OSError:
         return None

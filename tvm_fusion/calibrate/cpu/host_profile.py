@@ -72,8 +72,10 @@ def core_time() -> CoreTime:
             continue
     if ran:
         return CoreTime(ran / 1e9, waited / 1e9)
-    import resource  # of Unix only, as what counts on threads is of Linux
-
+    try:
+        import resource  # of Unix only, as what counts on threads is of Linux
+    except ImportError:  # who waits for a core is not known
+        return CoreTime(time.process_time(), 0.0)
     used = resource.getrusage(resource.RUSAGE_SELF)
     return CoreTime(used.ru_utime + used.ru_stime, SLICE_S * used.ru_nivcsw)
 

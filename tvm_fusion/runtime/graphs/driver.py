@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from ...errors import TargetError, TvmFusionError
+from ...host.gpu_driver import LIBRARY
 
-_LIBRARY = "libcuda.so.1"
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: the legacy default stream does not wait for it
 _RELAXED = (
     2  # CU_STREAM_CAPTURE_MODE_RELAXED: neither we nor other threads are kept from cudaMalloc
@@ -67,10 +67,10 @@ class CudaGraphError(TvmFusionError):
 @cache
 def _library() -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL(_LIBRARY)
+        library = ctypes.CDLL(LIBRARY)
     except OSError as error:
         raise TargetError(
-            f"CUDA graphs need the driver library {_LIBRARY}: {error}. Run on a machine with an "
+            f"CUDA graphs need the driver library {LIBRARY}: {error}. Run on a machine with an "
             "NVIDIA GPU, or compile without cuda_graph"
         ) from error
     for name, arguments in _SIGNATURES.items():

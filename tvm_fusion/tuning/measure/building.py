@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import resource
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -137,6 +136,8 @@ class BuiltChoice:
 
 def enter(memory_bytes: int) -> None:
     """Sets a builder up: it compiles one kernel at a time and gives way to measurements."""
+    import resource  # of Unix only
+
     cubin_cache.compile_by(1)
     os.nice(10)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))

@@ -12,7 +12,7 @@ files (`scratch_folder`).
 from __future__ import annotations
 
 import ctypes
-import fcntl
+import importlib.util
 import os
 import shutil
 import signal
@@ -34,7 +34,35 @@ from ...host.cores import on_all_cores
 from ...host.no_torch import module_command
 from ...host.threads import kernel_threads
 
+try:
+    import fcntl
+except ImportError:  # Windows; `check_system` says so
+    fcntl = None
+
 PREFIX = "tvm_fusion_tune_"
+
+
+def check_system() -> None:
+    """Raises TargetError where processes cannot be ended with all that they started, or limited."""
+    missing = [name for name in ("fcntl", "resource") if not _has_module(name)]
+    missing += [f"os.{name}" for name in ("killpg", "getpgid") if not hasattr(os, name)]
+    try:
+        ctypes.CDLL(None).prctl  # noqa: B018 (looked up)
+    except (AttributeError, OSError, TypeError):
+        missing.append("prctl")
+    if missing:
+        raise TargetError(
+            f"trials run in processes of their own, which need {', '.join(missing)}; "
+            f"{sys.platform} has none. Tune and fuzz on Linux: a database that was tuned there is "
+            "taken anywhere, and models compile without one"
+        )
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # it is there in name only
+        return False
 
 
 @contextmanager
@@ -42,7 +70,13 @@ def scratch_folder() -> Iterator[Path]:
     """A folder for as long as the context lasts; those of processes that were killed are removed.
 
     Its owner holds a lock on it, which the system gives back when the process dies.
+
+    Raises
+    ------
+    TargetError
+        On a system that has not what processes need.
     """
+    check_system()
     remove_abandoned()
     folder, lock = _make()
     try:
