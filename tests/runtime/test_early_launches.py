@@ -10,6 +10,8 @@ import torch
 import tvm
 from torch import nn
 from tvm.relax import op
+from tvm.script import ir as I
+from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from tvm_fusion.config import resolve_target
@@ -25,9 +27,9 @@ from tvm_fusion.kernels.gpu.ahead import EARLY_ATTR, READS_AHEAD, VARIABLE
 from tvm_fusion.kernels.gpu.memory import copy_in
 from tvm_fusion.runtime.build.build import build
 from tvm_fusion.runtime.build.early_launches import (
+    ANOTHER,
     DYNAMIC_SMEM,
     EARLY,
-    LIBRARY,
     Calls,
     LaunchTimes,
     launched_early,
@@ -273,7 +275,7 @@ class Rows(nn.Module):
         ),
         ([("n", True), ("a", True), ("b", True)], {"n": [], "a": [], "b": []}, ("n",), {"a"}),
         (
-            [("a", True), ("b", True), (LIBRARY, True), ("c", True), ("d", True)],
+            [("a", True), ("b", True), (ANOTHER, True), ("c", True), ("d", True)],
             {"a": [], "b": [], "c": [], "d": []},
             "",
             {"a", "c"},
@@ -283,6 +285,32 @@ class Rows(nn.Module):
 def test_which_launches_are_late(order, reads, unsure, late):
     calls = Calls((tuple(order),), {"reads": {0, 2}, "both": {1}})
     assert calls.late(reads, reads.keys() - set(unsure)) == late
+
+
+def test_what_else_a_function_calls_is_told_from_prim_funcs():
+    @I.ir_module(check_well_formed=False)  # `double` is called as in a lowered module
+    class Module:
+        @T.prim_func(private=True)
+        def double(x: T.Buffer((128,), "float32"), y: T.Buffer((128,), "float32")):
+            for i in range(128):
+                y[i] = x[i] * T.float32(2)
+
+        @R.function(private=True)
+        def inner(x: R.Tensor((128,), "float32")):
+            y = R.call_packed("library.f", x, ty_args=R.Tensor((128,), "float32"))
+            return y
+
+        @R.function
+        def main(x: R.Tensor((128,), "float32"), y: R.Tensor((128,), "float32")):
+            cls = Module
+            cls.double(x, y)
+            z = cls.inner(y)
+            cls.double(z, y)
+            return R.call_packed("library.f", y, ty_args=R.Tensor((128,), "float32"))
+
+    called = {order for order in Calls.of(Module, {}).orders}
+    double, other = ("double", True), (ANOTHER, True)
+    assert called == {(other,), (double, other, double, other)}
 
 
 @pytest.mark.parametrize("name", ["f_kernel", "f_kernel_1", "f_upto_64_kernel", "f_beyond_kernel"])

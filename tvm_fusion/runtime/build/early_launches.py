@@ -20,7 +20,7 @@ On devices of compute capability 9.0 and later (programmatic dependent launch). 
    (`Calls`).
 3. *What others launch* may have written weights (an optimizer's step), or ended before what is in
    front of it, as a kernel that never waits. So the first launch of each function is late, and the
-   first behind a function that is called from a library. A late launch starts when all in front
+   first behind another function, of a library or of Relax. A late launch starts when all in front
    has ended. Where it may be left out (`empty_launches`), what reads ahead is late up to the first
    that is not. Late are, too, kernels whose blocks wait for each other: all need places at once.
 4. *No compiler takes a load across the wait.* Loads of what no thread writes (`ld.global.nc`, or
@@ -80,8 +80,8 @@ WAIT = "wait_for_kernels_before"
 LAUNCH = "call_ffi_kernel"
 """How the name of the operator ends that launches a kernel in a host function."""
 
-LIBRARY = "a function of a library"
-"""Stands for such calls among the names of PrimFuncs."""
+ANOTHER = "another function"
+"""Stands for functions of libraries, and of Relax, among the names of PrimFuncs."""
 
 _START = 'asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");'
 _BEHIND = (  # an address of global memory, as before: else loads would ask where it points
@@ -223,8 +223,8 @@ class Calls:
     Attributes
     ----------
     orders : tuple of tuple of (str, bool)
-        For each Relax function the PrimFuncs that it calls, in order, and whether always; `LIBRARY`
-        stands for all functions of libraries.
+        For each Relax function the PrimFuncs that it calls, in order, and whether always;
+        `ANOTHER` stands for what it calls else.
     weights : dict of str to set of int
         By PrimFunc, the parameters that are a weight in each call: no launch of a call writes it.
     """
@@ -236,14 +236,14 @@ class Calls:
     def of(cls, mod: tvm.IRModule, weights: Mapping[str, Sequence[Weight]]) -> Calls:
         """Those of a lowered module, the last parameters of whose functions are their `weights`."""
         orders, found = [], {}
-        for gvar, func in mod.functions_items():
-            if not isinstance(func, relax.Function):
-                continue
+        functions = {g: f for g, f in mod.functions_items() if isinstance(f, relax.Function)}
+        apart = {gvar.name_hint for gvar in functions}
+        for gvar, func in functions.items():
             count = len(weights.get(gvar.name_hint, ()))
             own = set(func.params[len(func.params) - count :])
             order: list[tuple[str, bool]] = []
             for name, arguments, always in _calls(func.body, True):
-                order.append((name, always))
+                order.append((ANOTHER if name in apart else name, always))
                 here = {i for i, arg in enumerate(arguments) if arg in own}
                 found[name] = found.get(name, here) & here
             orders.append(tuple(order))
@@ -251,7 +251,7 @@ class Calls:
 
     def late(self, reads: Mapping[str, Sequence[int]], sure: Set[str]) -> set[str]:
         """The PrimFuncs to launch late: what is called before, or as, the first of each function,
-        or behind a library's, that is `sure` to launch kernels, and what reads ahead of what is no
+        or behind another one, that is `sure` to launch kernels, and what reads ahead of what is no
         weight. `reads` has the parameters that each which launches kernels reads ahead; one that
         is not sure to, and reads none, is no reason for a late launch.
         """
@@ -263,7 +263,7 @@ class Calls:
         for order in self.orders:
             behind_others = True
             for name, always in order:
-                if name == LIBRARY:
+                if name == ANOTHER:
                     behind_others = True
                 elif behind_others and always and name in sure:
                     found.add(name)
@@ -337,8 +337,8 @@ def _launches(body: tirx.Stmt) -> bool:
 
 
 def _calls(body: relax.Expr, always: bool) -> Iterator[tuple[str, Sequence[relax.Expr], bool]]:
-    """Calls of PrimFuncs and libraries in order: the name, the arguments, and whether each takes
-    place in each call of the function.
+    """Calls of functions in order: the name, the arguments, and whether each takes place in each
+    call of the function.
     """
     if not isinstance(body, relax.SeqExpr):
         return
@@ -351,7 +351,7 @@ def _calls(body: relax.Expr, always: bool) -> Iterator[tuple[str, Sequence[relax
             elif isinstance(value, Call) and isinstance(value.op, tvm.ir.GlobalVar):
                 yield value.op.name_hint, value.args, always
             elif isinstance(value, Call) and _is_of_library(value):
-                yield LIBRARY, (), always
+                yield ANOTHER, (), always
 
 
 def _is_of_library(call: relax.Call) -> bool:
