@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import tvm
 from tvm import relax
@@ -26,9 +27,10 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ...config import HardwareProfile
 from ...kernels.gemm.mma import rank
+from ...kernels.gemm.mma.problem import Way
 from ...kernels.gemm.simt.config import simt_seconds
 from ...kernels.gemm.simt.kernel import CONFIGS
-from ...kernels.gemm.time import MMA_STEPS, MMA_TILES, SKINNY_ROWS
+from ...kernels.gemm.time import MMA_STEPS, MMA_TILES, MOST_SPLIT, SKINNY_ROWS
 from ..decompose.opening import HALF_DTYPES, dtype_of, shape_of, static_size
 from ..functions.functions import rewrite_functions
 from .factors import is_call, swaps_last_axes
@@ -39,6 +41,7 @@ PARTIAL_BYTES = 4  # of an element of a piece's product
 LEAST_TERMS = 128  # of a piece: a block's start and end cost as much as these
 FULL_WAVES = 2  # a product with more blocks than these waves is left alone
 SMALLEST_TILE = 64 * 64
+TF32 = "tfloat32"  # by whose rate float32 in parts is predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,8 @@ def _seconds(sizes: Sizes, terms: int, hw: HardwareProfile) -> float:
     pieces = sizes.batch * -(-sizes.terms // terms)
     if sizes.dtype == "float32":
         segment = pieces, sizes.rows, sizes.columns, (terms,)
-        return min(simt_seconds([segment], config, hw, 0.0) for config in CONFIGS)
+        found = [simt_seconds([segment], config, hw, 0.0) for config in CONFIGS]
+        return min([*found, *_seconds_in_parts(sizes, terms, pieces, hw)])
     rate = hw.tensor_flop_per_s.get(sizes.dtype, hw.fma_per_s_f32) / hw.num_sms
     found = []
     for block_m, block_n, reads in MMA_TILES:
@@ -134,6 +138,27 @@ def _seconds(sizes: Sizes, terms: int, hw: HardwareProfile) -> float:
         steps = -(-terms * sizes.element_bytes // MMA_STEPS[-1])
         found.append(-(-tiles // hw.num_sms) * steps * step)
     return min(found)
+
+
+def _seconds_in_parts(
+    sizes: Sizes, terms: int, pieces: int, hw: HardwareProfile
+) -> Iterator[float]:
+    """The same of float32 on tensor cores, tile by tile."""
+    if not hw.architecture.has_mma or TF32 not in hw.tensor_flop_per_s:
+        return
+    share = rank.SM90_SHARE if hw.architecture.is_rated_by_wgmma else rank.PEAK_SHARE
+    rate, clock = hw.tensor_flop_per_s[TF32] * share / hw.num_sms, hw.clock_ghz * 1e9
+    size = sizes.element_bytes
+    waiting, stored = rank.STEP_SECONDS[Way.COPY], rank.EPILOGUE_SECONDS / 128**2
+    for tile, step in product(MMA_TILES, MMA_STEPS):
+        cells = tile[0] * tile[1]
+        if cells > MOST_SPLIT:
+            continue
+        tiles = pieces * -(-sizes.rows // tile[0]) * -(-sizes.columns // tile[1])
+        turns = -(-tiles // hw.num_sms)
+        each = rank.tile_step_seconds(tile, step, size, 0.0, rate, clock, split=True)
+        body = -(-terms * size // step) * (each + waiting / min(turns, 2))
+        yield rank.START_SECONDS + turns * (body + stored * cells / min(turns, 2))
 
 
 def _sum_seconds(cells: int, pieces: float, hw: HardwareProfile) -> float:

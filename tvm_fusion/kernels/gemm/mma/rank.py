@@ -35,6 +35,9 @@ TILES = (
     (16, 128, 16, 32),
     (16, 64, 16, 16),
 )
+# One more for float32 in parts, the first of those predicted to take as long: it is the fastest for
+# 4096^3 and 2000 x 3001 x 511 (H100, tests/data/split_sweep_h100.json).
+SPLIT_TILES = ((128, 64, 32, 64),)
 
 MIN_STAGES, MAX_STAGES = 3, 5
 
@@ -138,7 +141,7 @@ def _candidates(segments: Sequence[MmaSegment], hw: HardwareProfile, tf32: bool)
     wanted = _has_float32(segments)
     runs = max((width for s in segments for width in s.runs), default=0)
     found = []
-    for tile in TILES:
+    for tile in (*(SPLIT_TILES if wanted and not tf32 else ()), *TILES):
         if tile[3] > 64 and tile[3] != runs:
             continue
         for step_bytes in (64, 128):
