@@ -33,20 +33,26 @@ Copies, events, and kernels of other libraries end before ours start, and start 
 ended: their launches ask for nothing else. Whoever replays captured kernels one by one launches
 them late. Which are to be early says the cost model (`cost.analytic.pays_early`), or
 `TVM_FUSION_EARLY_LAUNCHES`. What profilers say of a kernel's time holds its wait;
-`timing.apart` takes that out. CUDA graphs, all kernels early, us a call, late and early:
+`timing.apart` takes that out. Us a call, CUDA graphs but for the streams:
 
+                                                          late   where it pays   all
+    H100 (2026-11-28)
+      eight transformer blocks of one token              202.7       171.2      172.4
+      a layer of Llama 3 8B, cache of 2048, batch 1      172.8       166.0      164.9
+        on a stream                                      181.0       172.3
+        sixteen of them, each                            169.6       166.4
+      batch 16                                           214.1       213.4      219.2
+        on a stream                                      227.0       221.9
+        sixteen of them, each                            215.2       213.2
     H200, without loads ahead (2026-11-27)
-      eight transformer blocks of one token              180.2   159.8
-      four blocks of 512 tokens                          187.0   183.0
-      ResNet-50, 32 images                               782.7   786.9
-      sorts and scans of 1000 x 1000                     298.0   299.4
-    H100, with them (2026-11-28)
-      eight transformer blocks of one token              201.0   172.4 (without 179.0)
-      a layer of Llama 3 8B, cache of 2048, batch 1      174.7   168.8 (without 169.4)
-      batch 16                                           216.8   219.3 (by CUPTI 214.5, 213.1)
+      four blocks of 512 tokens                          187.0                  183.0
+      ResNet-50, 32 images                               782.7                  786.9
+      sorts and scans of 1000 x 1000                     298.0                  299.4
 
-Bitwise the same, in 100 steps of these layers with their caches and 200 calls of the others.
-Tried and left out. Letting others start before the wait: 191.2 for the blocks, 182.8 for the layer.
+Bitwise the same: outputs and caches of 1,000 steps of these layers (`tests/gpu/check_early.py`),
+200 calls of the others. At batch 16 all but attention, which takes 44 us, take 212.1, at batch 1
+169.0 (168.7 late in that run). Tried and left out, on an H100 in which the layer took 174.7 late
+and the blocks 201.0: letting others start before the wait, 182.8 and 191.2.
 Requests of weights into the L2 in front of the wait (`cp.async.bulk.prefetch.L2`, of all blocks
 that run at once), on an H200: 119.5, 124.2 and 131.5 for the layer with an eighth, a third and two
 thirds of the L2, which took 123.6 late.
