@@ -199,7 +199,8 @@ class PartCalls:
             raise why
         if not self._is_named:
             count = sum(map(is_operator, self._part.graph.nodes))
-            told = f"tvm_fusion: a part of {count} operators runs in torch: {why}"
+            said = str(why).strip() or type(why).__name__  # errors of TVM begin with an empty line
+            told = f"tvm_fusion: a part of {count} operators runs in torch: {said}"
             warnings.warn(told, stacklevel=2)
         self._is_named = True
         return self._described(inputs, None, keep_symbols=False)
