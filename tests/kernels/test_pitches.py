@@ -21,7 +21,7 @@ from tvm_fusion.transform.apply.write_kernels import write_kernel
 
 from .convolution.test_hopper import drawn as drawn_for_hopper
 
-NAMES = ("column", "convolution", "gemm", "pointwise", "row", "transpose")
+NAMES = ("column", "convolution", "gemm", "pointwise", "row", "transpose", "window")
 
 
 def drawn(name, seed, rng, device):

@@ -196,6 +196,28 @@ def scan(rng: random.Random) -> Made:
 
 
 @problem
+def window(rng: random.Random) -> Made:
+    """A pool in one to three dimensions, between functions of an element."""
+    dims, dtype = rng.randint(1, 3), rng.choice(DTYPES)
+    taps = [rng.randint(2, (0, 11, 6, 3)[dims]) for _ in range(dims)]
+    strides = [rng.randint(1, k) for k in taps]
+    padding = [rng.randint(0, k // 2) for k in taps]
+    shape = tuple(2 * k + rng.choice((0, 1, 2, 3, 8)) for k in taps)
+    largest = rng.random() < 0.5
+    pools = (op.nn.max_pool1d, op.nn.max_pool2d, op.nn.max_pool3d)
+    if not largest:
+        pools = (op.nn.avg_pool1d, op.nn.avg_pool2d, op.nn.avg_pool3d)
+    more = {} if largest else {"count_include_pad": rng.random() < 0.5}
+
+    def emit(bb, x):
+        x = bb.emit(op.nn.relu(x)) if rng.random() < 0.5 else x
+        y = bb.emit(pools[dims - 1](x, tuple(taps), tuple(strides), tuple(padding), **more))
+        return op.tanh(y)
+
+    return emit, [((rng.randint(1, 2), rng.randint(1, 3), *shape), dtype)]
+
+
+@problem
 def nest(rng: random.Random) -> Made:
     kind = rng.choice(("convolution", "pooling", "first axis", "place"))
     if kind == "convolution":

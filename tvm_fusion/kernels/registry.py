@@ -20,6 +20,7 @@ from .row.kernel_class import Row
 from .row.mixed_class import Mixed
 from .scan.kernel_class import ScanClass
 from .transpose.kernel_class import Transpose
+from .window.kernel_class import WindowClass
 
 KINDS = ("cuda", "llvm")
 REQUIRED = ("accepts", "traffic", "resources")
@@ -99,6 +100,7 @@ for _builtin, _kinds in (
     (Row(), ("cuda", "llvm")),
     (Pointwise(), ("cuda", "llvm")),
     (Transpose(), ("cuda",)),
+    (WindowClass(), ("cuda",)),
     (ScanClass(), ("cuda",)),
     (JoinClass(), ("cuda",)),
     (ConvolutionClass(), ("cuda", "llvm")),

@@ -276,10 +276,10 @@ class _Lanes:
         """Whether a condition is the same in all columns."""
         if not uses_any(guard, {self.column}):
             return True
-        return same(*(_below(each, self.analyzer) for each in self._of(guard)))
+        return same(*(below(each, self.analyzer) for each in self._of(guard)))
 
 
-def _below(guard: Expr, analyzer: tvm.sym.Analyzer) -> Expr:
+def below(guard: Expr, analyzer: tvm.sym.Analyzer) -> Expr:
     """`guard` with its integer comparisons as ``expression < bound`` or its negation, simplified.
 
     The analyzer drops the lane from ``8 * q + lane < 16``, but not from ``16 <= 8 * q + lane``.

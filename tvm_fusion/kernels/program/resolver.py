@@ -375,7 +375,7 @@ class Resolver:
                 env[axis] = constant(at, dtype_of(axis))
             terms.append(self.resolve(definition.value, env, guard))
         initial = self.resolve(definition.initial, {}, None)
-        if not _is_neutral(definition.kind, number(initial), definition.dtype):
+        if not is_neutral(definition.kind, number(initial), definition.dtype):
             terms.append(initial)
         dtype = _accumulator(dtype_of(terms[0]))
         body = combined(definition.kind, [convert(term, dtype) for term in terms])
@@ -437,7 +437,7 @@ class Resolver:
         initial = self.resolve(definition.initial, {}, None)
         if self.placeholders.level(initial) != Level.CONSTANT:
             raise Unsupported(f"{definition.buffer.name} starts from {initial}")
-        neutral = _is_neutral(definition.kind, number(initial), definition.dtype)
+        neutral = is_neutral(definition.kind, number(initial), definition.dtype)
         return convert(body, dtype), dtype, None if neutral else convert(initial, dtype)
 
     def _index_of(self, definition: Definition, body: Expr, env: dict[Var, Expr]) -> Expr:
@@ -456,7 +456,7 @@ def _accumulator(dtype: str) -> str:
     return "int32" if small else dtype
 
 
-def _is_neutral(kind: ReduceKind, initial: float | None, dtype: str) -> bool:
+def is_neutral(kind: ReduceKind, initial: float | None, dtype: str) -> bool:
     """Whether combining with `initial` changes nothing."""
     if initial is None:
         return False

@@ -1,0 +1,1 @@
+"""Reductions over windows that slide (pooling), with what neighbouring results share read once."""

@@ -1,0 +1,556 @@
+"""Kernels of windows: each thread loads a run of places once for all its results.
+
+    for each row of places that the thread's results look at:
+        x[e] = f(loads at place e)                  as vectors, where they are aligned
+        for each of its rows of results: s[t][e] = combine(s[t][e], x[e])
+    y[t][l] = g(combine over k of s[t][stride * l + dilation * k])
+
+Conditions (padding) are decided when the kernel is written for all places of which the ranges of
+the coordinates tell.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import tvm
+from tvm import tirx
+from tvm.ir import Expr, Var
+from tvm.script import tirx as T
+
+from ...errors import Unsupported
+from ..forms import Form, Ranked, Writer
+from ..gpu.closed_forms import closed_forms
+from ..gpu.frame import Frame, held, kernel_frame, then
+from ..gpu.scope import Local, Point, RowScope
+from ..gpu.transfer import load_tile, load_values, store_vector
+from ..gpu.vectors import below, piece_bytes
+from ..program.expr import (
+    bytes_of,
+    conjuncts,
+    constant,
+    convert,
+    dtype_of,
+    is_if_then_else,
+    linear_form,
+    number,
+    rebuild,
+    same,
+    substitute,
+    uses_any,
+    widened,
+)
+from ..program.narrow import narrow_indices
+from ..program.program import COMBINE, Element, Level, Output, Program, ReduceKind, Tile
+from .config import (
+    WIDEST_ACCESS,
+    Operations,
+    WindowConfig,
+    Work,
+    fits,
+    is_straight,
+    pieces_of,
+    ranked,
+    tall_axis,
+    widest_piece,
+)
+from .problem import Windowed, read_windows
+
+if TYPE_CHECKING:
+    from ...config import HardwareProfile, Policy
+
+LOADED_AHEAD = 256
+"""Bytes of rows that a thread loads before it computes the first of them."""
+
+
+def emit_windows(
+    problem: Windowed, hw: HardwareProfile, config: WindowConfig | None = None
+) -> tirx.PrimFunc:
+    """The TIRx kernel of windows; None: of the best configuration.
+
+    Raises
+    ------
+    Unsupported
+        The configuration does not suit the windows or the device.
+    """
+    config = config or ranked(work_of(problem), hw)[0][1]
+    if config.threads > hw.max_threads_per_block or not fits(problem.axes, config):
+        raise Unsupported(f"{config} for windows along {problem.axes}")
+    body, after = (closed_forms(narrow_indices(p)) for p in (problem.body, problem.after))
+    threads = math.prod(_counts(problem, config))
+    with kernel_frame(body, -(-threads // config.threads), config.threads) as frame:
+        _Kernel(problem, body, after, config, frame).emit(threads)
+    return frame.func
+
+
+def _counts(problem: Windowed, config: WindowConfig) -> list[int]:
+    """Threads along each axis of the results."""
+    tall = tall_axis(problem.axes)
+    each = [config.tall if n == tall else 1 for n in range(len(problem.axes))]
+    each[-1] = config.width
+    return [-(-axis.extent // n) for axis, n in zip(problem.axes, each, strict=True)]
+
+
+class _Kernel:
+    """Writes the body of a kernel."""
+
+    def __init__(
+        self, problem: Windowed, body: Program, after: Program, config: WindowConfig, frame: Frame
+    ) -> None:
+        self.problem, self.body, self.after = problem, body, after
+        self.config, self.frame = config, frame
+        self.axes, self.columns, self.tall = (
+            problem.axes,
+            problem.axes[-1],
+            tall_axis(problem.axes),
+        )
+        self.index = body.index_dtype
+        self.analyzer = body.analyzer()
+        self.needed = self.columns.needed(config.width)
+        self.runs = self._runs()
+
+    def emit(self, threads: int) -> None:
+        """All of it; the last block may have threads left over."""
+        config = self.config
+        block, thread = (convert(x, self.index) for x in (self.frame.block, self.frame.thread))
+        number = T.Bind(block * config.threads + thread)
+        whole = threads % config.threads == 0
+        with nullcontext() if whole else then(number < threads):
+            self._results(number)
+
+    def _results(self, number: Expr) -> None:
+        starts, owned = self._starts(number)
+        partial = self._reduced(starts)
+        for row in range(self.config.tall):
+            at = list(starts)
+            if self.tall is not None:
+                at[self.tall] = starts[self.tall] + row
+            self._finish(at, partial[row], owned)
+
+    def _starts(self, number: Expr) -> tuple[list[Expr], dict[int, Expr]]:
+        """The first result of a thread along each axis. The last threads along an axis begin where
+        they end at its end, and compute again what those before them store: by such axes, the first
+        result that a thread stores itself.
+        """
+        found: list[Expr] = []
+        owned: dict[int, Expr] = {}
+        counts = _counts(self.problem, self.config)
+        for n in reversed(range(len(counts))):
+            own = number if n == 0 else T.Bind(T.truncmod(number, counts[n]))
+            number = number if n == 0 else T.Bind(T.truncdiv(number, counts[n]))
+            each = self.config.width if n == len(counts) - 1 else self.config.tall
+            if each > 1 and (n == len(counts) - 1 or n == self.tall):
+                last = self.axes[n].extent - each
+                self.analyzer.bind(own, tvm.ir.Range(0, counts[n]))
+                if self.axes[n].extent % each:
+                    owned[n] = T.Bind(own * each)
+                    own = T.Bind(tirx.Min(owned[n], constant(last, self.index)))
+                    self.analyzer.bind(own, tvm.ir.Range(0, last + 1))
+                else:
+                    own = own * each
+            else:
+                self.analyzer.bind(own, tvm.ir.Range(0, counts[n]))
+            found.insert(0, own)
+        return found, owned
+
+    # ---- rows of places
+
+    def _reduced(self, starts: Sequence[Expr]) -> list[dict[int, Expr]]:
+        """What each row of results of a thread comes to, place by place of its columns."""
+        size = len(self.needed)
+        slots = {place: n for n, place in enumerate(self.needed)}
+        buffer = T.alloc_local((self.config.tall * size,), self.problem.dtype)
+        combine = COMBINE[self.problem.kind]
+        first = [True] * self.config.tall
+
+        def take(row: int, place: int, value: Expr, fresh: bool) -> None:
+            slot = row * size + slots[place]
+            known = value if fresh else combine(buffer[slot], value)
+            T.buffer_store(buffer, known, [slot])
+
+        if is_straight(self.axes, self.config):
+            for rows in _batches(list(self._straight_rows(starts)), self._row_bytes()):
+                loaded = [_Row(self, at, starts[-1]) for at, _ in rows]
+                for row, (_, receivers) in zip(loaded, rows, strict=True):
+                    for place, value in row.values():
+                        for t in receivers:
+                            take(t, place, value, first[t])
+                    for t in receivers:
+                        first[t] = False
+        else:
+            least = _identity(self.problem.kind, self.problem.dtype)
+            for slot in range(size):
+                T.buffer_store(buffer, least, [slot])
+            self._loops(
+                starts,
+                [n for n, axis in enumerate(self.axes[:-1]) if axis.slides],
+                lambda at: [
+                    take(0, place, value, False)
+                    for place, value in _Row(self, at, starts[-1]).values()
+                ],
+            )
+        return [
+            {place: buffer[row * size + slot] for place, slot in slots.items()}
+            for row in range(self.config.tall)
+        ]
+
+    def _row_bytes(self) -> int:
+        sizes = [bytes_of(item.dtype) for item in (*self.body.tiles, *self.body.elements)]
+        return len(self.needed) * max(sizes, default=1)
+
+    def _straight_rows(self, starts: Sequence[Expr]) -> Iterator[tuple[list[Expr], list[int]]]:
+        """The place of each row along all axes but the columns, and the rows of results that look
+        at it.
+        """
+        outer = [n for n, a in enumerate(self.axes[:-1]) if a.slides and n != self.tall]
+        for taps in itertools.product(*(range(self.axes[n].taps) for n in outer)):
+            at = [start * a.stride for start, a in zip(starts[:-1], self.axes[:-1], strict=True)]
+            for n, tap in zip(outer, taps, strict=True):
+                at[n] = at[n] + tap * self.axes[n].dilation
+            if self.tall is None:
+                yield at, [0]
+                continue
+            axis = self.axes[self.tall]
+            seen = [{axis.place(t, k) for k in range(axis.taps)} for t in range(self.config.tall)]
+            for place in axis.needed(self.config.tall):
+                here = list(at)
+                here[self.tall] = at[self.tall] + place
+                yield here, [t for t, places in enumerate(seen) if place in places]
+
+    def _loops(
+        self, starts: Sequence[Expr], open_: Sequence[int], run: Callable[[list[Expr]], object]
+    ) -> None:
+        """Runs over the taps of some axes, one loop in the other."""
+        at = [start * a.stride for start, a in zip(starts[:-1], self.axes[:-1], strict=True)]
+
+        def nest(left: Sequence[int], at: list[Expr]) -> None:
+            if not left:
+                run(at)
+                return
+            axis = self.axes[left[0]]
+            with T.serial(axis.taps, unroll=False) as tap:
+                here = list(at)
+                here[left[0]] = at[left[0]] + convert(tap, self.index) * axis.dilation
+                nest(left[1:], here)
+
+        nest(open_, at)
+
+    # ---- loads
+
+    def _runs(self) -> dict[Var, list[tuple[int, int]]]:
+        """The pieces in which each input that lies along the columns is loaded."""
+        found = {}
+        for item in (*self.body.tiles, *self.body.elements):
+            aligned = alignment(self.body, item)
+            if aligned is None or self.body.level(item.var) != Level.ELEMENT:
+                continue
+            pitch, first = aligned
+            size = bytes_of(item.dtype)
+            widest = widest_piece(self.axes, self.config, size, pitch)
+            found[item.var] = pieces_of(self.needed, first, widest)
+        return found
+
+    # ---- results
+
+    def _finish(self, at: Sequence[Expr], partial: dict[int, Expr], owned: dict[int, Expr]) -> None:
+        """What a row of results comes to, and what is stored of it."""
+        problem, after, width = self.problem, self.after, self.config.width
+        spans = _Spans(problem.kind, self.columns.dilation, partial)
+        windows = [self._window(spans, lane) for lane in range(width)]
+        scope = RowScope(after, self.frame)
+        for var, coordinate in zip(after.row_vars, at[:-1], strict=True):
+            scope.env[var] = convert(coordinate, after.index_dtype)
+        column = convert(at[-1], after.index_dtype)
+        scope.load_scalars()
+        loaded = self._beside(scope, column)
+        values = [output.value for output in after.outputs]
+        scope.prepare_values(values)
+        prepared = [scope.prepare(value) for value in values]
+        results: list[list[Expr]] = [[] for _ in prepared]
+        own = {tile.var for tile in after.tiles if tile.param == problem.result}
+        for lane, window in enumerate(windows):
+
+            def local(var: Var, lane: int = lane, window: Expr = window) -> Expr | None:
+                if var in own:
+                    return window
+                return loaded[var][lane] if var in loaded else None
+
+            point = Point(scope, column + lane, local)
+            for found, expr in zip(results, prepared, strict=True):
+                found.append(T.Bind(point.evaluate(expr)))
+        own_row = self.tall not in owned
+        with nullcontext() if own_row else then(at[self.tall] >= owned[self.tall]):
+            for output, found in zip(after.outputs, results, strict=True):
+                self._store(scope, output, at[-1], found, owned.get(len(at) - 1))
+
+    def _store(
+        self,
+        scope: RowScope,
+        output: Output,
+        start: Expr,
+        values: Sequence[Expr],
+        owned: Expr | None,
+    ) -> None:
+        """Neighbouring results from `start` on; those from `owned` on alone, if that is given."""
+        column = convert(start, self.after.index_dtype)
+        if owned is None:
+            piece = self._piece(output.offset, output.dtype)
+            store_vector(scope, output, column, values, piece)
+            return
+        for lane, value in enumerate(values):
+            with then(start + lane >= owned):
+                store_vector(scope, output, column + lane, [value], bytes_of(output.dtype))
+
+    def _window(self, spans: _Spans, lane: int) -> Expr:
+        """What the window of a lane comes to."""
+        problem = self.problem
+        value = spans.of(lane * self.columns.stride, self.columns.taps)
+        if problem.initial is not None:
+            value = COMBINE[problem.kind](value, problem.initial)
+        if problem.rounded:
+            value = tirx.Cast("float32", tirx.Cast(problem.rounded, value))
+        dtype = next(t.dtype for t in self.after.tiles if t.param == problem.result)
+        return held(convert(value, widened(dtype)))
+
+    def _piece(self, offset: Expr, dtype: str) -> int:
+        """Bytes of an access to neighbouring results."""
+        if self.columns.extent % self.config.width:
+            return bytes_of(dtype)
+        return piece_bytes(offset, dtype, self.config.width, self.after.analyzer())
+
+    def _beside(self, scope: RowScope, column: Expr) -> dict[Var, Var]:
+        """Vectors of what else is read at the results."""
+        found = {}
+        for tile in self.after.tiles:
+            piece = self._piece(tile.offset, tile.dtype)
+            if tile.param == self.problem.result or piece == bytes_of(tile.dtype):
+                continue
+            width = self.config.width
+            found[tile.var] = T.alloc_local((width,), tile.dtype)
+            load_tile(scope, tile, column, (found[tile.var], 0), width, piece)
+        return found
+
+
+class _Row:
+    """One row of places, loaded."""
+
+    def __init__(self, kernel: _Kernel, at: Sequence[Expr], start: Expr) -> None:
+        self.kernel, body = kernel, kernel.body
+        self.scope = RowScope(body, kernel.frame)
+        for var, place in zip(body.row_vars, at, strict=True):
+            self.scope.env[var] = place
+        self.scope.load_scalars()
+        self.start = start * kernel.columns.stride
+        self.loaded: dict[tuple[Var, int], Expr] = {}
+        for item in (*body.tiles, *body.elements):
+            for place, size in kernel.runs.get(item.var, ()):
+                self._load(item, place, size)
+
+    def values(self) -> Iterator[tuple[int, Expr]]:
+        """What is reduced at each place."""
+        (output,) = self.kernel.body.outputs
+        self.scope.prepare_values([output.value])
+        prepared = self.scope.prepare(output.value)
+        for place in self.kernel.needed:
+            point = _Place(self.scope, self._column(place), self._local(place), self._decided)
+            yield place, held(point.evaluate(prepared))
+
+    def _column(self, place: int) -> Expr:
+        return self.start + constant(place, self.kernel.index)
+
+    def _local(self, place: int) -> Local:
+        return lambda var: self.loaded.get((var, place))
+
+    def _load(self, item: Tile | Element, place: int, size: int) -> None:
+        """Elements from a place on, where their guard holds; by halves, where it may hold for some
+        of them alone.
+        """
+        guard = item.guard if isinstance(item, Element) else None
+        condition = constant(1, "bool") if guard is None else self._together(guard, place, size)
+        if condition is None:
+            self._load(item, place, size // 2)
+            self._load(item, place + size // 2, size // 2)
+            return
+        start = self._column(place)
+        offset = substitute(self.scope.row(item.offset), {self.kernel.body.column_var: start})
+        if isinstance(item, Tile):
+            offset = offset + convert(start, dtype_of(offset))
+        buffer = T.alloc_local((size,), item.dtype)
+        for n in range(size):
+            self.loaded[item.var, place + n] = buffer[n]
+        if number(condition) == 0:
+            return
+        with nullcontext() if number(condition) else then(condition):
+            nbytes = size * bytes_of(item.dtype)
+            load_values(self.scope, item.param, offset, item.dtype, (buffer, 0), size, nbytes)
+
+    def _together(self, guard: Expr, place: int, size: int) -> Expr | None:
+        """The condition under which all elements of a piece may be loaded; None where it may hold
+        for some of them.
+        """
+        column, found = self.kernel.body.column_var, constant(1, "bool")
+        for part in conjuncts(self.scope.row(guard)):
+            first, last = (
+                below(substitute(part, {column: self._column(end)}), self.kernel.analyzer)
+                for end in (place, place + size - 1)
+            )
+            if size > 1 and uses_any(part, [column]) and not _alike(part, column, first, last):
+                return None
+            if number(first) == 0:
+                return first
+            if number(first) is None:
+                found = first if number(found) == 1 else tirx.And(found, first)
+        return found
+
+    def _decided(self, expr: Expr) -> Expr:
+        """`expr` without the conditions that the ranges of coordinates decide."""
+        if isinstance(expr, tirx.Select):
+            parts = expr.condition, expr.true_value, expr.false_value
+        elif is_if_then_else(expr):
+            parts = tuple(expr.args)
+        else:
+            return rebuild(expr, self._decided)
+        condition = self.kernel.analyzer.simplify(parts[0])
+        if number(condition) is not None:
+            return self._decided(parts[1] if number(condition) else parts[2])
+        yes, no = map(self._decided, parts[1:])
+        make = tirx.Select if isinstance(expr, tirx.Select) else tirx.if_then_else
+        return make(condition, yes, no)
+
+
+def _alike(part: Expr, column: Var, first: Expr, last: Expr) -> bool:
+    """Whether a condition is the same in all columns from one to another, at which it is `first`
+    and `last`: it is, where both are the same and it compares what grows with the column.
+    """
+    if not isinstance(part, tirx.LT | tirx.LE | tirx.GT | tirx.GE) or not same(first, last):
+        return False
+    return linear_form(part.a, [column]) is not None and linear_form(part.b, [column]) is not None
+
+
+class _Place(Point):
+    """The values at a place, of which `decide` takes what is known out."""
+
+    def __init__(
+        self, scope: RowScope, column: Expr, local: Local, decide: Callable[[Expr], Expr]
+    ) -> None:
+        super().__init__(scope, column, local)
+        self.decide = decide
+
+    def evaluate(self, prepared: Expr) -> Expr:
+        return self.decide(super().evaluate(prepared))
+
+
+class _Spans:
+    """What neighbouring taps come to: those of 2^n from those of half as many."""
+
+    def __init__(self, kind: ReduceKind, dilation: int, partial: dict[int, Expr]) -> None:
+        self.combine, self.dilation = COMBINE[kind], dilation
+        self.known = {(place, 1): value for place, value in partial.items()}
+
+    def of(self, place: int, taps: int) -> Expr:
+        """What `taps` taps from a place on come to."""
+        known = self.known.get((place, taps))
+        if known is None:
+            half = 1 << (taps - 1).bit_length() - 1
+            right = self.of(place + half * self.dilation, taps - half)
+            known = held(self.combine(self.of(place, half), right))
+            self.known[place, taps] = known
+        return known
+
+
+def _batches(rows: list, row_bytes: int) -> Iterator[list]:
+    """As many rows as are loaded together."""
+    many = max(1, LOADED_AHEAD // max(1, row_bytes))
+    for first in range(0, len(rows), many):
+        yield rows[first : first + many]
+
+
+def _identity(kind: ReduceKind, dtype: str) -> Expr:
+    """What changes nothing that it is combined with."""
+    if kind in (ReduceKind.SUM, ReduceKind.PROD):
+        return constant(0 if kind is ReduceKind.SUM else 1, dtype)
+    sign = -1 if kind is ReduceKind.MAX else 1
+    if dtype.startswith("float"):
+        return constant(sign * math.inf, dtype)
+    return tvm.tirx.min_value(dtype) if sign < 0 else tvm.tirx.max_value(dtype)
+
+
+def alignment(body: Program, item: Tile | Element) -> tuple[int, int] | None:
+    """What the offsets of a row's first place are a multiple of but for a constant, and that; None
+    where neighbouring places are elsewhere in memory.
+    """
+    first, column = item.offset, body.column_var
+    if isinstance(item, Element):
+        data = (x.var for x in (*body.tiles, *body.elements, *body.values, *body.scalars))
+        form = linear_form(item.offset, [column])
+        if uses_any(item.offset, set(data)) or form is None or number(form[0][0]) != 1:
+            return None
+        first = form[1]
+    known = body.analyzer().modular_set(first)
+    coeff, base = int(known.coeff), int(known.base)
+    if coeff == 0:  # a constant: all rows begin there
+        return 1 << 20, base
+    return coeff, base
+
+
+# ---- ranking
+
+
+def work_of(problem: Windowed) -> Work:
+    """What a problem takes, as far as its configurations differ in it."""
+    body, after = problem.body, problem.after
+    loads, pitch, first = [], 1 << 20, 0
+    for item in (*body.tiles, *body.elements):
+        aligned = alignment(body, item)
+        if aligned is not None:
+            loads.append(bytes_of(item.dtype))
+            if math.gcd(aligned[0], WIDEST_ACCESS) <= math.gcd(pitch, WIDEST_ACCESS):
+                pitch, first = aligned
+    stores = tuple(bytes_of(output.dtype) for output in after.outputs)
+    others = (*after.tiles, *after.elements)
+    beside = sum(bytes_of(x.dtype) for x in others if x.param != problem.result)
+    results = math.prod(axis.extent for axis in problem.axes)
+    places = math.prod(len(axis.needed(axis.extent)) for axis in problem.axes)
+    moved = float(places * sum(loads) + results * (sum(stores) + beside))
+    return Work(
+        problem.axes,
+        tuple(loads),
+        stores,
+        float(beside),
+        pitch,
+        first,
+        _operations(body),
+        _operations(after),
+        moved,
+        moved,
+    )
+
+
+def _operations(program: Program) -> Operations:
+    """Instructions of one point: nodes of its expressions."""
+    exprs = [value.body for value in program.values]
+    exprs += [output.value for output in program.outputs]
+    count = 0.0
+
+    def visit(expr: Expr) -> Expr:
+        nonlocal count
+        count += 0.0 if isinstance(expr, Var) or number(expr) is not None else 1.0
+        return rebuild(expr, visit)
+
+    for expr in exprs:
+        visit(expr)
+    return Operations(arithmetic=count)
+
+
+def _ranked(problem: Windowed, hw: HardwareProfile, policy: Policy) -> Ranked:
+    found = ranked(work_of(problem), hw)
+    if not found:
+        raise Unsupported("more places than a thread has registers for")
+    return list(found)
+
+
+WRITER = Writer("windows", read_windows, (Form("window", WindowConfig, _ranked, emit_windows),))
