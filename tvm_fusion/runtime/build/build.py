@@ -5,7 +5,7 @@ nvcc compiles them side by side, one that does not compile takes no other down w
 costs one entry of the cubin cache.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -50,6 +50,7 @@ from .kernel_code import (
 from .lowering import SCHEDULED_ATTR, ScheduleLeftovers, lowering_pipeline, mixed_tir_pipeline
 from .plain_schedule import PLAIN_ATTR
 from .resources import KernelResources, resources_of
+from .trusted_calls import trusted_functions, without_checks
 from .weight_values import TrustParameters, WeightsAsParameters, WeightValues
 
 if TYPE_CHECKING:
@@ -233,7 +234,10 @@ def build_entries(
         if functions:
             prim_funcs = tvm.IRModule(functions, attrs=rest.attrs)
             calls = None if writes_constants(mod) else Calls.of(lowered, weights)
-            library, codes = _build_tir(prim_funcs, target, compile_kernels, ahead, calls, early)
+            trusted = trusted_functions(lowered, weights) if calls else ()
+            library, codes = _build_tir(
+                prim_funcs, target, compile_kernels, ahead, calls, early, trusted
+            )
         executable = link(builder, target, library, lowered.attrs)
     launched = launched_kernels(executable.mod)
     _refuse_host_loops(executable, launched, functions)
@@ -315,9 +319,11 @@ def _build_tir(
     ahead: CompiledAhead | None = None,
     calls: Calls | None = None,
     told_early: set[str] | None = None,
+    trusted: Collection[str] = (),
 ) -> tuple[tvm.runtime.Module, list[DeviceCode]]:
     """As `tvm.tirx.build`, with a device module per kernel; of kernels that are launched early
     (`early_launches`), where it is known how they are called: their names are `told_early`.
+    `trusted` functions for a GPU look at no argument (`trusted_calls`).
     """
     codes_ahead = ahead.codes if ahead else {}
     known, rest = [], {}
@@ -331,6 +337,8 @@ def _build_tir(
     for code in known:
         host.update(code.host)
     on_time = LaunchTimes.of(host, calls, told_early)
+    if target.kind.name == "cuda":
+        host = without_checks(host, trusted)
     if target.kind.name != "cuda" or not compile_kernels:
         return _with_sources(_host_library(host, target), device, early, on_time), []
     units: list[CudaUnit] = []
