@@ -17,6 +17,7 @@ QUESTIONS = sorted(n for n in vars(Architecture) if n.startswith(("has_", "is_")
 AMPERE = {"has_cp_async", "has_mma"}
 ADA = {*AMPERE, "has_float8_mma"}
 LATER = {*ADA, "has_tma", "has_clusters", "has_dependent_launch"}
+HOPPER = {*LATER, "is_rated_by_wgmma", "has_wide_float8_mma"}
 
 
 @pytest.mark.parametrize(
@@ -27,8 +28,8 @@ LATER = {*ADA, "has_tma", "has_clusters", "has_dependent_launch"}
         ("sm_86", AMPERE),
         ("sm_87", AMPERE),
         ("sm_89", ADA),
-        ("sm_90", {*LATER, "is_rated_by_wgmma"}),
-        ("sm_90a", {*LATER, "is_rated_by_wgmma", "has_wgmma"}),
+        ("sm_90", HOPPER),
+        ("sm_90a", {*HOPPER, "has_wgmma"}),
         ("sm_100", LATER),
         ("sm_100a", LATER),
         ("sm_103f", LATER),

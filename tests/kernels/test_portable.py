@@ -41,6 +41,7 @@ def test_hopper_with_its_own_features_is_told_apart():
         ("small/softmax", "sm_103"),
         ("small/float8", "sm_80"),
         ("small/from_float8", "sm_86"),
+        ("gemm/gemm_fp8_4096x4096x4096", "sm_90"),
     ],
 )
 def test_a_few_kernels_are_compiled(case, arch, pool):

@@ -57,6 +57,13 @@ class Architecture:
         return self.number >= 89
 
     @property
+    def has_wide_float8_mma(self) -> bool:
+        """Whether mma.sync of 8-bit floats takes registers beside those of its operands: on Hopper,
+        whose own instruction for them is wgmma (ptxas 13.0).
+        """
+        return self.major == 9
+
+    @property
     def has_tma(self) -> bool:
         """Bulk copies, those of tensor maps among them, and the barriers that count their bytes."""
         return self.number >= 90

@@ -9,7 +9,7 @@ from ....config import HardwareProfile, Policy
 from ....errors import Unsupported
 from ...contraction.reader import Contraction
 from ...gpu.product_frame import assumed, ceil_div
-from ...program.expr import bytes_of
+from ...program.expr import FLOAT8_DTYPES, bytes_of
 from ...program.program import Param
 from ..epilogue import operation_s
 from .plan import MmaConfig
@@ -44,6 +44,9 @@ MIN_STAGES, MAX_STAGES = 3, 5
 # Registers of a thread: its sums, two sets of fragments, and what addresses and loads take.
 OTHER_REGISTERS = 40
 EVALUATION_REGISTERS = 8
+# Of products of 8-bit floats on Hopper, beside what those of halves take: 27 and 35 of tiles of
+# warps of 64 x 32 (sm_90, CUDA 13.0); those of 64 x 64 spilled 96 to 264 bytes.
+WIDE_FLOAT8_REGISTERS = 36
 
 # Registers that hold 16 bytes on their way: two aligned vectors where they start anywhere.
 # At windows, rows have an offset and places beside them, and each element a register of its own.
@@ -173,7 +176,7 @@ def check_config(segments: Sequence[MmaSegment], config: MmaConfig, hw: Hardware
     most = max(_shifts(loop, c) for s in segments for loop in s.loops)
     if most > (MAX_SHIFTS if c.warp_n <= 64 else 0):
         raise Unsupported("more vectors to shift than a thread has registers for")
-    registers = max(_registers(s, c) for s in segments)
+    registers = max(_registers(s, c, hw) for s in segments)
     if registers > min(hw.max_registers_per_thread, hw.registers_per_sm // c.threads):
         raise Unsupported("more registers than a thread has")
 
@@ -193,14 +196,16 @@ def table_bytes(segments: Sequence[MmaSegment], config: MmaConfig) -> int:
     return config.stages * config.step_bytes // min(elements) * ENTRY_BYTES
 
 
-def _registers(segment: MmaSegment, c: MmaConfig) -> int:
+def _registers(segment: MmaSegment, c: MmaConfig, hw: HardwareProfile) -> int:
     accumulators = {p.accumulator for loop in segment.loops for p in loop.products}
     sums = c.tiles_m * c.tiles_n * 4 * len(accumulators)
     most = max(len(loop.b) for loop in segment.loops)
     fragments = 2 * (c.tiles_m * 4 + most * c.tiles_n * 2)
     held = max(_held(loop, c) for loop in segment.loops)
     parts = c.tiles_m * (PARTS * A_REGISTERS + SUMS) + PARTS * B_REGISTERS if c.split else 0
-    return sums + fragments + parts + held + OTHER_REGISTERS
+    float8 = any(loop.a.dtype in FLOAT8_DTYPES for loop in segment.loops)
+    wide = WIDE_FLOAT8_REGISTERS if float8 and hw.architecture.has_wide_float8_mma else 0
+    return sums + fragments + parts + held + wide + OTHER_REGISTERS
 
 
 def _chunks(source: Source, c: MmaConfig) -> int:
@@ -228,7 +233,7 @@ def _held_of(source: Source) -> int:
 def _resident(segments: Sequence[MmaSegment], c: MmaConfig, hw: HardwareProfile) -> int:
     """Blocks of a multiprocessor."""
     memory = ring_bytes(segments, c) + table_bytes(segments, c) + hw.smem_reserved_per_block_bytes
-    registers = 8 * math.ceil(max(_registers(s, c) for s in segments) / 8)
+    registers = 8 * math.ceil(max(_registers(s, c, hw) for s in segments) / 8)
     return max(
         1,
         min(
