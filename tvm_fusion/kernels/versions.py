@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +23,15 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir import Expr, Var
 
+from ..config import HardwareProfile, Policy
 from ..ir.graph import VERSIONS_ATTR
-from .forms import Ranked
+from .forms import Ranked, Writer
 from .program.expr import constant, dtype_of, number, variables
 
 LOSS = 1.03
 MOST = 6  # versions
+LOSSES = (LOSS, 1.06, 1.1, 1.15, 1.2, 1.25, 1.3, 1.5, 2.0, 4.0)
+"""How much slower than the fastest versions may be where few are allowed."""
 
 _ORDER = "group_m"  # in which order tiles are taken: a kernel of any size may do so in any
 
@@ -80,6 +83,37 @@ def with_size(func: tirx.PrimFunc, size: Var, value: int | Expr) -> tirx.PrimFun
         renewed[param] = tirx.decl_buffer(shape, str(param.ty.dtype), param.name)
     body = tvm_ffi.structural_map(func.body, [(Var, renew), *_FOLDS])
     return tirx.PrimFunc([renewed[p] for p in func.params], body, func.ret_type, attrs=func.attrs)
+
+
+def tables_by_size(
+    writer: Writer,
+    func: tirx.PrimFunc,
+    problem: Any,
+    sizes: Iterable[int],
+    hw: HardwareProfile,
+    policy: Policy,
+) -> dict[int, Ranked]:
+    """What the configurations that a `problem` of symbolic sizes can run with take at those of
+    `sizes` of the one size of `func` that leave it something to compute.
+    """
+    exact = policy.rounding == "exact"
+    allowed = {kind_of(config) for _, config in writer.ranked(problem, hw, policy)}
+    found = {}
+    for value in sizes:
+        known = with_size(func, symbolic_size(func), value)
+        if not is_empty(known):
+            ranked = writer.ranked(writer.read(known, exact), hw, policy)
+            found[value] = [entry for entry in ranked if kind_of(entry[1]) in allowed]
+    return found
+
+
+def fewest_of(tables: Sequence[Ranked], sizes: Sequence[int], most: int) -> list[Version]:
+    """As `versions_of`, with the least loss of `LOSSES` that needs at most so many."""
+    for loss in LOSSES:
+        found = versions_of(tables, sizes, loss, most)
+        if found:
+            return found
+    return []
 
 
 def is_empty(func: tirx.PrimFunc) -> bool:

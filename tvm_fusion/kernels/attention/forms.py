@@ -8,6 +8,7 @@ from .hopper.config import AttentionConfig
 from .hopper.kernel import attention_hopper_ranked, emit_attention_hopper
 from .mma.kernel import AttentionMmaConfig, attention_mma_ranked, emit_attention_mma
 from .read.program import analyze_attention
+from .versions import write_attention_versions
 
 WRITER = Writer(
     "an attention",
@@ -17,4 +18,5 @@ WRITER = Writer(
         Form("decode", DecodeConfig, attention_decode_ranked, emit_attention_decode),
         Form("mma", AttentionMmaConfig, attention_mma_ranked, emit_attention_mma),
     ),
+    write_attention_versions,
 )

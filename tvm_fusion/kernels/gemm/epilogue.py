@@ -248,10 +248,10 @@ class EpilogueLoad:
 
 
 def take_loads(
-    contraction: Contraction, segment: Segment, groups: Groups
+    contraction: Contraction, segment: Segment, groups: Groups, symbolic_strides: bool = False
 ) -> tuple[tuple[Binding, ...], tuple[Output, ...], tuple[EpilogueLoad, ...]]:
     """Bindings and outputs of a segment with placeholders for the loads, and the loads."""
-    taker = LoadTaker(contraction, groups)
+    taker = LoadTaker(contraction, groups, symbolic_strides)
     bindings = tuple(Binding(b.var, taker.visit(b.value)) for b in segment.bindings)
     outputs = tuple(replace(o, value=taker.visit(o.value)) for o in segment.outputs)
     return bindings, outputs, tuple(taker.found)

@@ -16,12 +16,10 @@ from ..versions import (
     MOST,
     Branch,
     Version,
-    is_empty,
     joined,
-    kind_of,
     symbolic_size,
+    tables_by_size,
     versions_of,
-    with_size,
 )
 
 __all__ = ["MOST", "SIZES", "Version", "versions_of", "write_versions"]
@@ -40,16 +38,8 @@ def write_versions(
         return None
     exact = policy.rounding == "exact"
     problem = writer.read(func, exact)
-    allowed = {kind_of(config) for _, config in writer.ranked(problem, hw, policy)}
-    values, tables = [], []
-    for value in SIZES:
-        known = with_size(func, size, value)
-        if is_empty(known):
-            continue
-        ranked = writer.ranked(writer.read(known, exact), hw, policy)
-        tables.append([entry for entry in ranked if kind_of(entry[1]) in allowed])
-        values.append(value)
-    found = versions_of(tables, values)
+    tables = tables_by_size(writer, func, problem, SIZES, hw, policy)
+    found = versions_of(list(tables.values()), list(tables))
     if len(found) < 2:
         return None
     try:

@@ -14,7 +14,7 @@ Does not handle: rows in shared memory (`Form.BULK`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,7 +27,7 @@ from ..gpu.vectors import divides, vector_width
 from ..program.analysis import analyze
 from ..program.expr import constant, dtype_of, linear_form, number, variables
 from ..program.program import Program
-from ..versions import MOST, Branch, Version, joined, versions_of, with_size
+from ..versions import MOST, Branch, Version, fewest_of, joined, with_size
 from .candidates import bounded, candidates_of, ranked, work_of
 from .config import Form, RowConfig
 from .cost import estimate_rows
@@ -40,10 +40,6 @@ COLUMNS = tuple(1 << exponent for exponent in range(5, 17))
 ROWS = (4, 16, 64, 256, 1024, 4096, 16384)
 WORTH = 1.10
 """What the fastest of a size may take at most to be asked about other sizes, of its time."""
-LOSSES = (1.03, 1.06, 1.1, 1.15, 1.2, 1.25, 1.3, 1.5, 2.0, 4.0)
-"""How much slower than the fastest a version may be, the first that needs no more than are allowed
-of them.
-"""
 ALIGNED, ANYWHERE, OF_ROWS = 3, 3, 3
 """Most versions for lengths that vectors divide and registers hold, for others, and for numbers of
 rows; together as many as `versions.MOST`. A kernel takes nvcc some 0.5 s.
@@ -88,7 +84,7 @@ def _of_rows(program: Program, hw: HardwareProfile) -> list[Branch]:
     for rows in ROWS:
         there = replace(work, rows=rows)
         tables.append(ranked(candidates_of(program, there, hw), there, hw))
-    found = _fewest(tables, ROWS, OF_ROWS)
+    found = fewest_of(tables, ROWS, OF_ROWS)
     rows = program.row_count
     return [
         Branch(emit_row(program, version.config, hw), _upto(rows, version.most), version.most)
@@ -137,7 +133,7 @@ def _multiple(func: tirx.PrimFunc, program: Program, widest: int) -> _Multiple |
 
 def _branches(program: Program, columns: Expr, hw: HardwareProfile, most: int) -> Iterator[Branch]:
     """Kernels for ranges of the length; the last is for any."""
-    found = _fewest(length_tables(program, hw), COLUMNS, most)
+    found = fewest_of(length_tables(program, hw), COLUMNS, most)
     if found and found[-1].config.most:
         # no row beyond those that were asked about fits into registers for sure
         streamed = _streamed(program, hw)
@@ -183,17 +179,6 @@ def _streamed(program: Program, hw: HardwareProfile) -> RowConfig:
     longest = replace(work_of(program, hw), columns=COLUMNS[-1])
     configs = candidates_of(program, longest, hw)
     return ranked([c for c in configs if c.form is Form.LOOP], longest, hw)[0][1]
-
-
-def _fewest(
-    tables: Sequence[list[tuple[float, RowConfig]]], sizes: Sequence[int], most: int
-) -> list[Version]:
-    """As `versions_of`, with the least loss that needs at most so many."""
-    for loss in LOSSES:
-        found = versions_of(tables, sizes, loss, most)
-        if found:
-            return found
-    return []
 
 
 def _upto(size: Expr, most: int | None) -> Expr | None:

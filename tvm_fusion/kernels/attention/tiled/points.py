@@ -68,7 +68,7 @@ def find_loads(
     outputs = tuple(Output(0, (), value, dtype_of(value)) for value in known)
     part = SimpleNamespace(bindings=bindings, outputs=outputs)
     groups = {name: attention.groups[name] for name in ("batch", "m", "n")}
-    bindings, outputs, loads = take_loads(attention, part, groups)
+    bindings, outputs, loads = take_loads(attention, part, groups, symbolic_strides=True)
     found = iter(outputs)
     return bindings, [None if v is None else next(found).value for v in values], loads
 

@@ -1,0 +1,97 @@
+"""Kernels of an attention for ranges of a symbolic size: which, and right at the edges of each."""
+
+import numpy as np
+from tvm import tirx
+from tvm.relax import op
+
+from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.ir.graph import OUTPUTS_ATTR, VERSIONS_ATTR
+from tvm_fusion.kernels.attention import versions
+from tvm_fusion.kernels.attention.forms import WRITER
+from tvm_fusion.kernels.attention.versions import write_attention_versions
+from tvm_fusion.kernels.versions import MOST
+from tvm_fusion.transform.apply.write_kernels import write_kernel
+
+from ...support.cuda_on_cpu import lower, run_cuda_on_cpu
+from ...support.helpers_tir import poisoned
+from ...support.hopper_on_cpu import run_hopper_on_cpu
+from ...support.kernel_cases import fuse, softmax_of
+
+H200 = load_profile("nvidia_h200")
+POLICY = load_policy(None)
+HALF, HEAD = "float16", 64
+
+
+def weighted(bb, q, k, v, *bias):
+    scores = bb.emit(op.matmul(q, bb.emit(op.permute_dims(k, [0, 1, 3, 2]))))
+    for term in bias:
+        scores = bb.emit(op.add(scores, term))
+    scores = bb.emit(op.nn.softmax(bb.emit(op.astype(scores, "float32"))))
+    return op.matmul(bb.emit(op.astype(scores, HALF)), v)
+
+
+def biased(heads, n):
+    points = ((1, heads, n, HEAD), HALF)
+    return fuse(weighted, points, points, points, ((1, heads, n, n), HALF))
+
+
+def decoded(heads, keys):
+    points = ((1, heads, keys, HEAD), HALF)
+    return fuse(weighted, ((1, heads, 1, HEAD), HALF), points, points)
+
+
+def run(lowered, arrays, bias=0.0, on_cpu=run_hopper_on_cpu):
+    q, k, v = (x.astype(float) for x in arrays[:3])
+    out = poisoned(q.shape, HALF)
+    assert on_cpu(lowered, [*arrays, out]) == 1
+    expected = softmax_of(q @ k.swapaxes(-1, -2) + bias) @ v
+    assert np.abs(out - expected).max() <= 2e-3 * np.abs(expected).max()
+
+
+def test_each_range_is_right_at_its_edges(monkeypatch):
+    monkeypatch.setattr(versions, "SIZES", (64, 4096))
+    func = biased(1, tirx.Var("n", "int64"))
+    kernel = write_kernel(func.with_attr(OUTPUTS_ATTR, 1), "attention", H200, POLICY)
+    assert [*map(str, kernel.attrs[VERSIONS_ATTR])] == ["of8_upto_64", "of8_beyond", "64"]
+    lowered = lower(kernel)
+    multiple = next(v for v in (lowered, *lowered.versions) if v.kernel == "main_of8_beyond_kernel")
+    assert "load_four" in multiple.source
+    rng = np.random.default_rng(0)
+    for n in (1, 64, 65, 72):
+        arrays = [rng.standard_normal((1, 1, n, HEAD)).astype(HALF) / 3 for _ in "qkv"]
+        bias = rng.standard_normal((1, 1, n, n)).astype(HALF)
+        run(lowered, [*arrays, bias], bias.astype(float))
+
+
+def test_few_keys_are_not_split_and_many_are():
+    n = tirx.Var("n", "int64")
+    kernel = write_attention_versions(WRITER, decoded(32, n), H200, POLICY)
+    edges = [int(most) for most in kernel.attrs[VERSIONS_ATTR]]
+    assert edges == sorted(set(edges) & set(versions.SIZES))
+    lowered = lower(kernel)
+    clusters = ["clusterCtaIdx.x" in one.launch_params for one in (lowered, *lowered.versions)]
+    assert not clusters[0]
+    assert clusters[-1]
+
+
+def test_decode_is_right_where_splits_begin():
+    kernel = write_attention_versions(WRITER, decoded(2, tirx.Var("n", "int64")), H200, POLICY)
+    edge = int(kernel.attrs[VERSIONS_ATTR][0])
+    lowered = lower(kernel)
+    for keys in (edge - 1, edge, edge + 1):
+        rng = np.random.default_rng(keys)
+        q = rng.standard_normal((1, 2, 1, HEAD)).astype(HALF)
+        k, v = (rng.standard_normal((1, 2, keys, HEAD)).astype(HALF) / 3 for _ in "kv")
+        run(lowered, [q, k, v], on_cpu=run_cuda_on_cpu)
+
+
+def test_few_versions_lose_little():
+    n = tirx.Var("n", "int64")
+    kernel = write_attention_versions(WRITER, biased(12, n), H200, POLICY)
+    assert 1 < len(kernel.attrs[VERSIONS_ATTR]) < MOST
+
+
+def test_fixed_and_several_symbolic_sizes_have_no_versions():
+    assert write_attention_versions(WRITER, biased(1, 64), H200, POLICY) is None
+    n, heads = tirx.Var("n", "int64"), tirx.Var("h", "int64")
+    assert write_attention_versions(WRITER, decoded(heads, n), H200, POLICY) is None

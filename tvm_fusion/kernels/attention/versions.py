@@ -1,0 +1,111 @@
+"""Several kernels of an attention for ranges of its symbolic size: queries, keys, or both. Where a
+bias or a mask has rows of a symbolic length, multiples of 8 are asked for on the host and have
+kernels of their own, which read eight elements at once.
+
+Does not handle: several symbolic sizes in one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import tirx
+from tvm.ir import Var
+
+from ...config import HardwareProfile, Policy
+from ...errors import Unsupported
+from ..forms import Writer
+from ..program.expr import constant, dtype_of
+from ..versions import (
+    Branch,
+    Version,
+    fewest_of,
+    joined,
+    symbolic_size,
+    tables_by_size,
+    with_size,
+)
+from .decode.config import DecodeConfig
+from .read.model import Attention
+
+SIZES = (64, 128, 256, 512, 1024, 2048, 8192)
+OF = 8
+"""Halves of a vector; all `SIZES` are multiples."""
+MOST, ALIGNED, ANYWHERE = 4, 3, 3
+"""Most versions; those of multiples and of other sizes where both are apart."""
+
+
+def write_attention_versions(
+    writer: Writer, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
+) -> tirx.PrimFunc | None:
+    """The kernels of a fused PrimFunc for ranges of its one symbolic size, or one that is as good
+    at all; None where it has none or several.
+    """
+    size = symbolic_size(func)
+    if size is None:
+        return None
+    exact = policy.rounding == "exact"
+    problem = writer.read(func, exact)
+    try:
+        tables = tables_by_size(writer, func, problem, SIZES, hw, policy)
+        found = _fewest(tables, MOST)
+        tiled = any(not isinstance(version.config, DecodeConfig) for version in found)
+        if not tiled or not _reads_symbolic_rows(problem):
+            return _written(_branches(writer, problem, found, size, hw, policy))
+        branches = _branches(writer, problem, _fewest(tables, ANYWHERE), size, hw, policy)
+        quotient = Var(f"{size.name}_{OF}", size.ty)
+        multiple = writer.read(
+            with_size(func, size, quotient * constant(OF, dtype_of(size))), exact
+        )
+        aligned = _branches(writer, multiple, _fewest(tables, ALIGNED), size, hw, policy)
+    except Unsupported:
+        return None  # the one kernel is chosen among those that can be written
+    return _written([*(_of_multiples(branch, size, quotient) for branch in aligned), *branches])
+
+
+def _fewest(tables: dict[int, list], most: int) -> list[Version]:
+    return fewest_of(list(tables.values()), list(tables), most)
+
+
+def _written(branches: Sequence[Branch]) -> tirx.PrimFunc | None:
+    if len(branches) > 1:
+        return joined(branches)
+    return branches[0].kernel if branches else None
+
+
+def _branches(
+    writer: Writer,
+    problem: Attention,
+    versions: Sequence[Version],
+    size: Var,
+    hw: HardwareProfile,
+    policy: Policy,
+) -> list[Branch]:
+    """The kernels of versions; the last is for any size."""
+    found = []
+    for version in versions:
+        most = version.most
+        condition = None if most is None else size <= constant(most, dtype_of(size))
+        kernel = writer.emit(problem, hw, policy, version.config)
+        found.append(Branch(kernel, condition, most))
+    return found
+
+
+def _of_multiples(branch: Branch, size: Var, quotient: Var) -> Branch:
+    """A kernel over the quotient as one over the size, where it divides."""
+    of = constant(OF, dtype_of(size))
+    condition = tirx.EQ(tirx.FloorMod(size, of), constant(0, dtype_of(size)))
+    end = "beyond" if branch.condition is None else f"upto_{branch.name}"
+    if branch.condition is not None:
+        condition = tirx.And(condition, branch.condition)
+    sizes = {quotient: tirx.FloorDiv(size, of)}
+    return Branch(branch.kernel, condition, f"of{OF}_{end}", sizes)
+
+
+def _reads_symbolic_rows(problem: Attention) -> bool:
+    """Whether a parameter beside queries, keys, values and results has symbolic rows."""
+    loads = (operand.load for operand in (problem.q, problem.k, problem.v))
+    used = [load.source for load in loads if load is not None]
+    used += [problem.params[output.param].var for output in problem.outputs]
+    others = (p for p in problem.params if not any(p.var.same_as(var) for var in used))
+    return any(p.shape and not isinstance(p.shape[-1], int) for p in others)
