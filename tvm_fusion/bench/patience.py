@@ -14,7 +14,8 @@ class _Stop(BaseException):
 
 @contextlib.contextmanager
 def within(seconds: float | None) -> Iterator[None]:
-    """Raise TimeoutError once the body has taken longer.
+    """Raise TimeoutError once the body has taken longer, however it ends then: what stops a pass of
+    TVM leaves that as a RuntimeError, which whoever compiles may take for its own failure.
 
     Code outside Python is only interrupted where it comes back. Without a limit, outside the main
     thread of a process, and on Windows, which has no such clock, the body takes the time it takes.
@@ -24,15 +25,22 @@ def within(seconds: float | None) -> Iterator[None]:
         yield
         return
 
+    is_over = False
+
     def stop(*_: object) -> None:
+        nonlocal is_over
+        is_over = True
         raise _Stop
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
     try:
         yield
-    except _Stop:
-        raise TimeoutError(f"it was not ready within {seconds:g} s") from None
+    except (_Stop, Exception):
+        if not is_over:
+            raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    if is_over:
+        raise TimeoutError(f"it was not ready within {seconds:g} s")
