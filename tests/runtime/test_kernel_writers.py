@@ -69,7 +69,7 @@ def test_a_process_writes_what_this_one_does(planned, tmp_path, monkeypatch):
         assert [job.answer.result(PATIENCE_S) is not None for job in given] == [True] * len(given)
 
     monkeypatch.setattr(KernelWriters, "begin", all_answered)
-    found, codes = written(planned, KernelWriters(1))
+    found, codes = written(planned, KernelWriters(1, H200))
     assert codes.keys() == plain.keys() == {job.name for job in jobs}
     for name, code in codes.items():
         assert [u.source for u in code.units] == [u.source for u in plain[name].units]
@@ -100,7 +100,7 @@ def test_what_a_process_cannot_write_is_written_here(planned, tmp_path, monkeypa
 
 
 def test_a_process_that_ends_leaves_what_waits(tmp_path):
-    writers = KernelWriters(1)
+    writers = KernelWriters(1, H200)
     job = Job("kernel", None, "pointwise", tmp_path / "kernel.json")
     writers.stop()
     writers.begin([job], TARGET, H200, POLICY, lambda code: code)
@@ -124,7 +124,7 @@ def test_processes_start_for_large_models_on_large_machines(
     began = []
     monkeypatch.setenv(kernel_writers.VARIABLE, asked)
     monkeypatch.setattr(kernel_writers, "available_cores", lambda: cores)
-    monkeypatch.setattr(kernel_writers, "KernelWriters", lambda n: began.append(n) or Noting())
+    monkeypatch.setattr(kernel_writers, "KernelWriters", lambda n, _: began.append(n) or Noting())
     kernel_writers.begin(TARGET, H200, POLICY, operators)
     assert not began  # nothing is compiled
     with writers_beside():

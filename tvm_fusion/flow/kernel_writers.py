@@ -34,8 +34,10 @@ from tvm import tirx
 from tvm_ffi.serialization import from_json_graph_str, to_json_graph_str
 
 from ..config import HardwareProfile, Policy
+from ..errors import Unsupported
 from ..host.cores import available_cores, on_all_cores, use_all_cores
 from ..host.no_torch import module_command
+from ..kernels.registry import families
 from ..runtime.build.kernel_code import KernelCode, kernel_code
 from ..runtime.build.lowering import is_tirx
 from ..transform.apply.write_kernels import KernelWriter, named
@@ -75,7 +77,7 @@ class Job:
 class _Process:
     """A process that writes kernels."""
 
-    def __init__(self) -> None:
+    def __init__(self, hw: HardwareProfile) -> None:
         ours, theirs = socket.socketpair()
         environment = {
             **os.environ,
@@ -94,6 +96,7 @@ class _Process:
             )
         self._connection, self._lock = Connection(ours.detach()), threading.Lock()
         self._is_ready = False
+        self._connection.send(hw)
 
     def serve(self, waiting: deque[Job], how: tuple, begun: Callable) -> None:
         """Answers jobs until there are none; those that come to nothing are answered with None."""
@@ -129,9 +132,9 @@ class _Process:
 class KernelWriters:
     """Processes that write kernels, until they are stopped."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, hw: HardwareProfile) -> None:
         logger.info("%d processes write kernels", count)
-        self._processes = [_Process() for _ in range(count)]
+        self._processes = [_Process(hw) for _ in range(count)]
 
     def begin(
         self,
@@ -183,7 +186,7 @@ def begin(target: tvm.target.Target, hw: HardwareProfile, policy: Policy, operat
     own, count = _beside.get(), _count(operators) if target.kind.name == "cuda" else 0
     if own is not None and own.writers is None and count and KernelCache.of(target, hw, policy):
         try:
-            own.writers = KernelWriters(count)
+            own.writers = KernelWriters(count, hw)
         except OSError as error:  # no memory for them, say
             logger.info("kernels are written here alone: %s", error)
 
@@ -220,6 +223,10 @@ def main(descriptor: int) -> None:
     """Writes the kernels that come through a socket, until its other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks decides what it means
     with Connection(descriptor) as connection, suppress(EOFError, OSError):
+        hw = connection.recv()
+        for one in families(hw):  # what writes their kernels is imported when it is asked for
+            with suppress(Unsupported):
+                one.writer(hw)
         connection.send(True)
         while True:
             connection.send(_written(*connection.recv()))
