@@ -56,6 +56,19 @@ def test_norms_of_halves_with_parameters_of_float32():
     check(function, torch.randn(2, 3, 4, 4).half(), *channels)
 
 
+def test_rms_norm_as_it_is_traced_on_a_gpu():
+    def function(x, halves, weight):
+        fused = torch.ops.aten._fused_rms_norm
+        return (
+            *fused(x, [5, 6], weight, None),
+            *fused(halves, [6], None, 1e-3),
+            fused(halves, [5, 6], weight, 1e-5)[0],
+        )
+
+    x = torch.randn(4, 5, 6)
+    check(function, x, x.half(), torch.rand(5, 6) + 0.5)
+
+
 def test_places_in_memory_and_windows_of_other_sizes():
     x = torch.randn(2, 3, 7, 5)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -181,6 +183,20 @@ def _var_mean(
     variance = torch.var(x, dim, correction=correction, keepdim=keepdim)
     axes = list(range(x.ndim)) if dim is None or not len(dim) else list(dim)
     return variance, torch.mean(x, axes, keepdim=keepdim)
+
+
+def _rms_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """On a GPU, `rms_norm` is this operator; PyTorch 2.11 has no decomposition of it that exported
+    programs are given.
+    """
+    given = wide(x)
+    axes = list(range(-len(normalized_shape), 0))
+    least = torch.finfo(given.dtype).eps if eps is None else eps
+    scale = torch.rsqrt(given.square().mean(axes, keepdim=True) + least)
+    normed = given * scale
+    return (normed if weight is None else normed * weight).to(x.dtype), scale
 
 
 def _attention(
@@ -377,7 +393,11 @@ def known(library: Any, name: str, composite: Callable[..., Any]) -> dict[Any, C
 
 
 def chunked_losses() -> dict[Any, Callable[..., Any]]:
-    """Those of operators that PyTorch defines when they are first used."""
+    """Those of operators that PyTorch defines when they are first used, which is while a graph is
+    traced: too late for the table that the graph is traced with.
+    """
+    with suppress(ImportError):  # older than 2.14
+        import_module("torch.nn.modules.linear_cross_entropy")
     name = "_linear_cross_entropy_batch_chunked"
     return {
         **known(_torch_nn, name, _linear_cross_entropy),
@@ -386,6 +406,7 @@ def chunked_losses() -> dict[Any, Callable[..., Any]]:
 
 
 COMPOSITES: dict[Any, Callable[..., Any]] = {
+    **known(_aten, "_fused_rms_norm", _rms_norm),
     **known(_aten, "rrelu_with_noise_functional", _rrelu),
     _aten._cdist_forward.default: _cdist,
     _aten._neg_view.default: torch.neg,
