@@ -39,7 +39,7 @@ def test_memory_is_what_the_call_needs_and_not_what_its_bound_allows():
         torch.testing.assert_close(module(x), Similar()(x))
     (symbol,) = module.signature.bounds
     scores = 65 * 65 * 4
-    assert scores <= module.memory.peak_bytes({symbol: 65}) <= 4 * scores
+    assert scores <= module.memory.peak_bytes({symbol: 65}) <= 4 * (scores + 256) + 2 * 65 * 4
 
 
 def test_a_size_beyond_its_bounds_is_named(tmp_path):

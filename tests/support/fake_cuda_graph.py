@@ -163,7 +163,8 @@ class RecordingVM:
 
     def set_instrument(self, instrument) -> None:
         def both(function, name, before, result, *arguments):
-            builtin = name.startswith(("vm.builtin.", "shape_func"))
+            on_host = ("vm.builtin.", "shape_func", "round_bytes", "keep_arena")
+            builtin = name.startswith(on_host)
             instrument(function, name, before, result, *arguments)
             if before and not builtin and self._driver.recording is not None:
                 kept = [Address.of(a) for a in arguments]

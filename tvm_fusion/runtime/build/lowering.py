@@ -43,6 +43,7 @@ from ...transform.apply.kernel_bodies import APART_ATTR, TIRX_ATTR, has_root, wi
 from ...transform.functions.functions import rewritten, target_kind, with_functions
 from ...transform.lower import decode_float8, wrap_integers
 from ...transform.lower.ordered_writes import meeting_loops
+from ...transform.memory.arenas import KeepArenas, PlanArenas
 from ...transform.memory.plan_memory import PlanMemory, PlanMemoryByTVM
 from . import hidden_ranges
 from .empty_launches import launched_if_filled
@@ -71,8 +72,9 @@ def lowering_pipeline(
     """Return the Relax passes that turn a module of kernels into VM calls.
 
     `observe` is given the module once its memory is planned (see `call_memory.planned_memory`): on
-    a GPU by this package, unless `plan_memory` is False, else by TVM. `planned` runs then, `last`
-    when nothing but calls of functions is left, `lowered` when the sizes of tensors are read, too.
+    a GPU, and where sizes are symbolic, by this package unless `plan_memory` is False, else by TVM.
+    `planned` runs then, `last` when nothing but calls of functions
+    is left, `lowered` when the sizes of tensors are read, too.
 
     Nothing is fused here. Operators that are still high-level get TVM's legalisation, and on a GPU
     PrimFuncs without the attribute "tirx.is_scheduled" get DLight's default schedule, after those
@@ -90,12 +92,14 @@ def lowering_pipeline(
         relax.transform.ToNonDataflow(),
         relax.transform.RemovePurityChecking(),
         relax.transform.CallTIRRewrite(),
+        *([PlanArenas()] if plan_memory else []),
         PlanMemory() if on_gpu and plan_memory else PlanMemoryByTVM(),
         *([relax.transform.RewriteCUDAGraph()] if on_gpu else []),
         relax.transform.LowerAllocTensor(),
         relax.transform.KillAfterLastUse(),
         *([_Observe(observe)] if observe else []),
         *planned,
+        *([KeepArenas()] if plan_memory else []),
         relax.transform.LowerRuntimeBuiltin(),
         relax.transform.ComputePrimValue(),
         *last,

@@ -14,10 +14,11 @@ from typing import Any
 import tvm
 
 from ...errors import BuildError
+from ...transform.memory.arenas import HOST_FUNCTIONS
 from ..build.cuda_compiler import kernel_names
 from ..build.version_names import launches_of
 
-_HOST_SERVICES = ("__tvm_set_device", "runtime.", "device_api.", "__tvm_")
+_HOST_SERVICES = ("__tvm_", "runtime.", "device_api.", "vm.builtin.memory_manager.")
 
 
 def count_launches(built: Any, function: str | None = None) -> int:
@@ -141,7 +142,9 @@ def host_launches(llvm_ir: str, kernels: set[str]) -> dict[str, list[str]]:
 
 
 def _bytecode(text: str) -> dict[str, list[str]]:
-    """Return the calls of every VM function, builtins and shape functions left out."""
+    """Return the calls of every VM function; builtins, and functions of the host for shapes and
+    memory are left out.
+    """
     code: dict[str, list[str]] = {}
     current, heap = None, None
     for line in text.splitlines():
@@ -159,7 +162,7 @@ def _bytecode(text: str) -> dict[str, list[str]]:
             raise BuildError(
                 "vm.builtin.call_tir_dyn hides the function that it calls; build it without"
             )
-        if not name.startswith("vm.builtin.") and arguments != heap:
+        if not name.startswith(("vm.builtin.", *HOST_FUNCTIONS)) and arguments != heap:
             code[current].append(name)
     return code
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import BuildError
+from ...transform.memory.arenas import HOST_FUNCTIONS
 from ..build.version_names import launches_of
 from ..calls.compiled_module import CompiledModule
 from ..graphs.driver import CudaDriver
@@ -25,7 +26,7 @@ from .timing import L2_CLEANING_BYTES, Timing, has_torch_cuda, l2_cleaner
 
 WARM_CALLS = 2
 ATTEMPTS = 3  # CUPTI loses events now and then
-_BUILTIN = "vm.builtin."
+_NO_LAUNCHES = ("vm.builtin.", *HOST_FUNCTIONS)
 _DEFAULT_STREAM = 0
 
 
@@ -113,7 +114,7 @@ def called(module: CompiledModule, note: Callable[[str, bool], None]) -> Iterato
     """
 
     def instrument(_function: Any, name: str, before: bool, _result: Any, *_arguments: Any) -> int:
-        if not name.startswith(_BUILTIN):
+        if not name.startswith(_NO_LAUNCHES):
             note(name, before)
         return 0  # the machine goes on as usual
 

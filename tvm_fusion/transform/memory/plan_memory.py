@@ -101,8 +101,8 @@ class PlanMemory(ModulePass):
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return `mod` with planned memory."""
-        mod = _without_dead_tuples(mod)
-        lives = _Lives.of(mod)
+        mod = without_dead_tuples(mod)
+        lives = Lives.of(mod)
         if lives is None:
             return PlanMemoryByTVM()(mod)
         inner = [i for i in range(len(lives.found)) if i not in lives.outputs]
@@ -173,7 +173,7 @@ def _bounds(mod: tvm.IRModule) -> dict[tvm.ir.GlobalVar, object]:
     }
 
 
-class _Lives:
+class Lives:
     """The allocations of a function in order, and when they are used.
 
     Attributes
@@ -196,12 +196,21 @@ class _Lives:
         self.dropped: set[int] = set()
 
     @classmethod
-    def of(cls, mod: tvm.IRModule) -> "_Lives | None":
-        """None where this pass does not apply."""
+    def of(cls, mod: tvm.IRModule) -> "Lives | None":
+        """None where `PlanMemory` does not apply."""
         functions = [f for _, f in mod.functions_items() if isinstance(f, relax.Function)]
-        if len(functions) != 1 or not isinstance(functions[0].body, relax.SeqExpr):
+        return cls.of_function(mod, functions[0]) if len(functions) == 1 else None
+
+    @classmethod
+    def of_function(
+        cls, mod: tvm.IRModule, func: relax.Function, symbolic: bool = False
+    ) -> "Lives | None":
+        """None where there are branches, memory of several devices, or sizes that are not known;
+        where such are `symbolic`, they count as 0, and no part is put into its whole.
+        """
+        if not isinstance(func.body, relax.SeqExpr):
             return None
-        lives, body = cls(), functions[0].body
+        lives, body = cls(), func.body
         held: dict[relax.Var, _Tensors] = {}
         allocated: dict[relax.Var, int] = {}
         joins: list[tuple[int, relax.Call, Sequence[int]]] = []
@@ -210,17 +219,17 @@ class _Lives:
             value = binding.value
             if isinstance(value, relax.If | relax.Function):
                 return None
-            if _is_allocation(value):
+            if is_allocation(value):
                 size = _size_bytes(value)
-                if size is None or int(value.args[2].value) != 0:
+                if (size is None and not symbolic) or int(value.args[2].value) != 0:
                     return None
                 held[binding.var] = frozenset([len(lives.found)])
                 allocated[binding.var] = len(lives.found)
-                lives.found.append(Life(size, step, step))
+                lives.found.append(Life(size or 0, step, step))
                 continue
             if isinstance(value, relax.Var) and value in allocated:
                 allocated[binding.var] = allocated[value]
-            offsets = _placed_at(mod, value)
+            offsets = None if symbolic else _placed_at(mod, value)
             if offsets is not None:
                 joins.append((step, value, offsets))
             used = lives._uses(value, held, step)
@@ -287,7 +296,7 @@ def _rewritten(
             step += 1
             if step in dropped:
                 continue
-            if not _is_allocation(binding.value):
+            if not is_allocation(binding.value):
                 bindings.append(binding)
                 continue
             place = places.get(count)
@@ -306,21 +315,21 @@ def _rewritten(
             tensor = relax.op.memory.alloc_tensor(storages[place.storage], offset, shape, dtype)
             emit(binding.var, builder.normalize(tensor))
             if place.offset:
-                settle = settle or builder.add_func(_settle_offset(), SETTLE)
+                settle = settle or builder.add_func(settle_offset(), SETTLE)
                 nothing = relax.TupleType([])
                 call = relax.Call(settle, [binding.var], ty_args=[nothing])
                 emit(relax.Var("_", nothing), builder.normalize(call))
         blocks.append(relax.BindingBlock(bindings))
-    builder.update_func(gvar, _with_body(func, relax.SeqExpr(blocks, func.body.body)))
+    builder.update_func(gvar, with_body(func, relax.SeqExpr(blocks, func.body.body)))
     return builder.get()
 
 
-def _without_dead_tuples(mod: tvm.IRModule) -> tvm.IRModule:
+def without_dead_tuples(mod: tvm.IRModule) -> tvm.IRModule:
     """The module without tuples that nothing reads: the VM would hold their tensors to the end."""
     functions = dict(mod.functions_items())
     for gvar, func in mod.functions_items():
         if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
-            functions[gvar] = _with_body(func, without_dead_names(func.body))
+            functions[gvar] = with_body(func, without_dead_names(func.body))
     return with_functions(mod, functions)
 
 
@@ -344,7 +353,8 @@ def without_dead_names(body: relax.SeqExpr) -> relax.SeqExpr:
     for bindings in reversed(blocks):
         alive = []
         for binding in reversed(bindings):
-            if isinstance(binding.value, _NAMES) and binding.var not in used:
+            is_name = isinstance(binding, relax.VarBinding) and isinstance(binding.value, _NAMES)
+            if is_name and binding.var not in used:
                 continue
             _note_vars(binding.value, used)
             alive.append(binding)
@@ -367,7 +377,7 @@ def _storage(size: int) -> relax.Call:
     return relax.op.memory.alloc_storage(shape, relax.prim_value(0), "global", "uint8")
 
 
-def _settle_offset() -> tirx.PrimFunc:
+def settle_offset() -> tirx.PrimFunc:
     """A function of the host that adds a tensor's offset to its pointer."""
 
     @T.prim_func(s_tir=True)
@@ -382,7 +392,7 @@ def _settle_offset() -> tirx.PrimFunc:
     return settle_offset
 
 
-def _with_body(func: relax.Function, body: relax.Expr) -> relax.Function:
+def with_body(func: relax.Function, body: relax.Expr) -> relax.Function:
     relax.expr._update_type(body, func.body.ty)
     return relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
 
@@ -392,7 +402,7 @@ def _bindings(body: relax.SeqExpr) -> Iterator[relax.Binding]:
         yield from block.bindings
 
 
-def _is_allocation(value: relax.Expr) -> bool:
+def is_allocation(value: relax.Expr) -> bool:
     is_operator = isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op)
     return is_operator and value.op.name == _ALLOCATE
 

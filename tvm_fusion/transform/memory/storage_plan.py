@@ -83,7 +83,7 @@ def plan_storages(tensors: Sequence[Life], others: Sequence[Life] = ()) -> Stora
     """
     rounded = [Life(_rounded(t.size_bytes), t.first, t.last) for t in tensors]
     fixed = [Life(_rounded(t.size_bytes), t.first, t.last) for t in others]
-    plans = [_placed(rounded, fixed, order) for order in _ORDERS]
+    plans = [_placed(rounded, fixed, order) for order in ORDERS]
     return min(plans, key=lambda plan: (plan.peak_bytes, plan.pool_bytes))
 
 
@@ -92,7 +92,7 @@ def least_peak_bytes(lives: Sequence[Life]) -> int:
     return int(_alive(lives, _steps(lives)).max(initial=0))
 
 
-_ORDERS: tuple[Callable[[Life], tuple[int, ...]], ...] = (
+ORDERS: tuple[Callable[[Life], tuple[int, ...]], ...] = (
     lambda life: (-life.size_bytes, life.first),
     lambda life: (-life.size_bytes * (life.last - life.first + 1), life.first),
     lambda life: (-life.size_bytes, -life.last),
