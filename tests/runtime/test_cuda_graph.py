@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -115,13 +116,42 @@ def test_strided_and_differentiable_inputs_give_the_same_numbers(monkeypatch):
         assert np.array_equal(np.asarray(compiled(variant)), wanted.numpy())
 
 
-def test_each_list_of_shapes_has_a_graph_and_the_oldest_goes_first(monkeypatch):
+def test_each_size_has_a_graph_from_its_second_call_and_the_oldest_goes_first(monkeypatch):
     compiled, driver = captured_on_cpu(monkeypatch, symbolic_sum(), {"max_shapes": 2})
-    for n in (3, 5, 3, 7, 3, 5):
+    captures = []
+    for n in (3, 5, 3, 7, 5, 3, 7, 3, 5, 7):
         x, y = sums(n)
-        check_sums(compiled(x, y), x, y)
-    assert len(driver.said("capture")) == 4  # 3, 5, 7 (drops 5), 5 again
+        for _ in range(2):
+            check_sums(compiled(x, y), x, y)
+        captures.append(len(driver.said("capture")))
+    assert captures == [1, 2, 2, 3, 4, 5, 6, 6, 7, 8]
     assert len(driver.graphs) == 2
+
+
+def keepers(before):
+    """The threads of graphs that are there since."""
+    return [t for t in set(threading.enumerate()) - before if t.name == "tvm_fusion graph"]
+
+
+def test_thousands_of_calls_of_hundreds_of_sizes_leave_nothing_behind(monkeypatch):
+    compiled, driver = captured_on_cpu(monkeypatch, symbolic_sum())
+    before = set(threading.enumerate())
+    rng = np.random.default_rng(0)
+    often = rng.integers(1, 5, 9000)
+    sizes = np.where(rng.random(9000) < 0.5, often, rng.integers(1, 501, 9000))
+    inputs = {n: sums(n) for n in range(1, 501)}
+    for n in (*range(1, 501), *range(1, 501), *map(int, sizes)):
+        x, y = inputs[n]
+        found = compiled(x, y)
+        if n % 50 == 0:
+            check_sums(found, x, y)
+    most = CudaGraphOptions().max_shapes
+    assert len(driver.graphs) == most
+    patience = time.monotonic() + 10  # a thread ends a moment after its graph
+    while len(keepers(before)) > most and time.monotonic() < patience:
+        time.sleep(0.01)
+    assert len(keepers(before)) == most
+    assert len(driver.said("launch")) > 4000 > 10 * len(driver.said("capture"))
 
 
 def test_pointers_move_only_with_the_tensors(monkeypatch):
@@ -241,7 +271,7 @@ def test_a_capture_that_fails_leaves_plain_calls_and_a_reason(monkeypatch, caplo
 def test_graphs_end_with_the_switch_and_with_the_module(monkeypatch):
     threads = threading.active_count()
     compiled, driver = captured_on_cpu(monkeypatch, symbolic_sum())
-    for n in (3, 4):
+    for n in (3, 3, 4, 4):
         compiled(*sums(n))
     call = compiled.bind(*sums(5))
     assert len(driver.graphs) == 3

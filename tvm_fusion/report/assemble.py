@@ -355,8 +355,15 @@ def calls_of(compiled: CompiledModule, inputs: Sequence[Any] | None, time: bool)
     why = compiled.cuda_graph_refusal
     if why is not None:
         logger.warning("no CUDA graph: %s", why)
-    state = "captured at the first call" if why is None else f"not captured: {why}"
+    state = _captured_when(compiled) if why is None else f"not captured: {why}"
     return {**found, "cuda_graph": state, "call_us": host_us}
+
+
+def _captured_when(compiled: CompiledModule) -> str:
+    if not compiled.signature.is_symbolic:
+        return "captured at the first call"
+    kept = compiled.cuda_graph.max_shapes
+    return f"captured at the second call of a size, for at most {kept} sizes at a time"
 
 
 def _captured_and_timed(compiled: CompiledModule, inputs: Sequence[Any], time: bool) -> Comparison:

@@ -80,8 +80,9 @@ class CompiledModule:
     and renews them.
 
     With `cuda_graph` a call is one launch of a CUDA graph, captured after the first call with
-    inputs of its shapes. Outputs are the caller's own unless the options say otherwise. Inputs that
-    `main` writes to are copied back where they had to be copied.
+    inputs of its shapes, after the second where sizes are symbolic. Outputs are the caller's own
+    unless the options say otherwise. Inputs that `main` writes to are copied back where they had to
+    be copied.
 
     Attributes
     ----------

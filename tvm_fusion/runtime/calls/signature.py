@@ -159,6 +159,12 @@ class Signature:
     formats: MemoryFormats | None = None
     bounds: Mapping[str, Bounds] = field(default_factory=dict)
 
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether there are sizes that only a call tells."""
+        shapes = [spec.shape for spec in self.inputs]
+        return any(shape is None or any(isinstance(e, str) for e in shape) for shape in shapes)
+
     @classmethod
     def of(cls, mod: tvm.IRModule, function: str = "main") -> "Signature":
         """Return the signature of a Relax function, its symbolic extents named apart."""

@@ -36,6 +36,8 @@ from .driver import CudaDriver, CudaGraphError
 
 _log = logging.getLogger(__name__)
 
+_REMEMBERED = 4  # sizes that were called once, for each graph that may be kept
+
 Key = tuple[Any, ...]  # dtypes and shapes of the inputs, and the values of those that are no tensor
 
 
@@ -77,6 +79,7 @@ class GraphedCalls:
         self._unread, self._renewed = unread, renewed or {}
         self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
         self._by_torch: dict[tuple[TorchInput, ...], Key] = {}
+        self._met: OrderedDict[Key, None] = OrderedDict()  # called once, and not long ago
         self._last: _Graph | None = None
 
     def again(self, inputs: Sequence[Any]) -> Any:
@@ -103,6 +106,22 @@ class GraphedCalls:
         if key in self._graphs:
             self._graphs.move_to_end(key)
         return self._graphs.get(key)
+
+    def is_due(self, arguments: Sequence[Any]) -> bool:
+        """Whether a call that ran launch by launch is to be captured. Where sizes are symbolic that
+        is the second one of a size among the last few sizes: of a size that comes once, or of so
+        many sizes that no graph would be launched before it goes, none is worth its capture.
+        """
+        if not self._signature.is_symbolic:
+            return True
+        key = _key(arguments)
+        if key in self._met:
+            del self._met[key]
+            return True
+        self._met[key] = None
+        if len(self._met) > _REMEMBERED * self._options.max_shapes:
+            self._met.popitem(last=False)
+        return False
 
     def add(self, arguments: Sequence[Any], inputs: Sequence[Any], outputs: Any) -> Any:
         """Capture calls of arguments like these, which come from these inputs.

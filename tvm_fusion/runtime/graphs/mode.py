@@ -79,7 +79,8 @@ class GraphMode:
         """Run a call as one launch; NotImplemented where that cannot be. The result is as the
         function gives it (see `calls.channels_last`).
 
-        The first call with inputs of its shapes runs launch by launch, and is captured afterwards.
+        The first call with inputs of its shapes runs launch by launch, and is captured afterwards;
+        where sizes are symbolic the second one is.
         """
         with module.lock:
             graphs = self._graphs or self._active(module)
@@ -99,8 +100,9 @@ class GraphMode:
                     result = graphs.call(graph, arguments, kind, like)
                 else:
                     outputs = module.run(arguments)
-                    with contextlib.suppress(CudaGraphError):  # the refusal is noted
-                        outputs = graphs.add(arguments, given, outputs)
+                    if graphs.is_due(arguments):
+                        with contextlib.suppress(CudaGraphError):  # the refusal is noted
+                            outputs = graphs.add(arguments, given, outputs)
                     result = from_tvm(outputs, kind, like)
                 write_back(module.writes, inputs, arguments)
             return result
