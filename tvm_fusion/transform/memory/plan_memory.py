@@ -24,7 +24,7 @@ its call is left out:
     join(a, b, c)      # of 4 columns each
     third(c, d)                                           third(c, d)
 
-Modules with symbolic shapes, branches, several Relax functions or
+Modules with symbolic shapes (but see `arenas`), branches, several Relax functions or
 several virtual devices get that pass, functions with branches excepted.
 
 TVM's tensors at an offset carry it beside the pointer of the storage, and kernels take no offset:
