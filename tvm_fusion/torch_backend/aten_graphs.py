@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -25,8 +25,20 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tvm_fusion.frontends.torch.complex.pairs import is_complex_node, read_parts
 from tvm_fusion.frontends.torch.decompositions import decompositions
 from tvm_fusion.frontends.torch.recurrent import states_in_shape
+from tvm_fusion.torch_backend.collectives import merge_repeated
 
-Compiler = Callable[[fx.GraphModule, frozenset[int]], Callable[[list[Any]], Any]]
+
+class Calls(Protocol):
+    """What runs a traced graph."""
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        """The results for a list of all inputs."""
+
+    def forget_weights(self) -> None:
+        """Look at no value of a weight that was seen before."""
+
+
+Compiler = Callable[[fx.GraphModule, frozenset[int]], Calls]
 
 
 Told = Callable[[Any, Sequence[Any]], None]
@@ -58,8 +70,11 @@ def traced(
         if any(map(is_complex_node, traced.graph.nodes)):
             read_parts(traced.graph)
             traced.graph.eliminate_dead_code()
-        return compiler(traced, frozenset() if gathered else _static_inputs())
+        merge_repeated(traced)
+        calls.append(compiler(traced, frozenset() if gathered else _static_inputs()))
+        return calls[-1]
 
+    calls: list[Calls] = []
     gathered = are_gathered(graph)
     whole, table = _tables()
     if any(map(is_traceable_wrapper_subclass, inputs)):
@@ -76,7 +91,28 @@ def traced(
     context = torch._guards.TracingContext.try_get()
     if told is not None and context is not None:
         told(context.fw_metadata, context.guards_context.aotautograd_guards)
-    return made
+    wrapped = [i for i, x in enumerate(inputs) if is_traceable_wrapper_subclass(x)]
+    return _watching(made, wrapped, calls) if wrapped else made
+
+
+def _watching(
+    run: Callable[..., Any], wrapped: Sequence[int], calls: Sequence[Calls]
+) -> Callable[..., Any]:
+    """`run`, but what is known of weights is forgotten when tensors that are composed of others
+    (DTensor) were written to: a graph is given those others, and their versions do not rise.
+    """
+    seen: list[int] = []
+
+    def watched(*inputs: Any) -> Any:
+        nonlocal seen
+        versions = [inputs[i]._version for i in wrapped if not inputs[i].is_inference()]
+        if seen and versions != seen:
+            for one in calls:
+                one.forget_weights()
+        seen = versions
+        return run(*inputs)
+
+    return watched
 
 
 def are_gathered(graph: fx.GraphModule) -> bool:

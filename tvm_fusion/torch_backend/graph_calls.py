@@ -6,7 +6,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from tvm_fusion.frontends.finish import first_line
 from tvm_fusion.frontends.torch.refusals import OperatorsRefused, listed
 from tvm_fusion.host.collector import others_set_aside
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+from tvm_fusion.torch_backend.collectives import Collective, awaited, collectives
 from tvm_fusion.torch_backend.kept_graphs import KeptGraph, Place
 from tvm_fusion.torch_backend.options import BackendOptions
 from tvm_fusion.torch_backend.part_calls import PartCalls, picker
@@ -47,7 +48,10 @@ class GraphCalls:
         self._compile_id = CompileContext.current_compile_id()
         self._lock = threading.RLock()
         self._run: Callable[[list[Any]], Any] | None = None
+        self._running: list[PartCalls] = []
         self._outside_us: dict[str, float] = {}  # of operators, by name
+        self._collectives: tuple[Collective, ...] = ()
+        self._collective_us: dict[str, float] = {}
         self._told: list[PartReport] = []  # those that are to have these times
 
     def __call__(self, inputs: list[Any]) -> Any:
@@ -57,6 +61,11 @@ class GraphCalls:
                 run = self._run = self._run or self._made_or_torch(inputs)
                 return run(inputs)
         return run(inputs)
+
+    def forget_weights(self) -> None:
+        """Compile anew: weights were written to, which their own versions do not tell."""
+        for part in self._running:
+            part.forget_weights()
 
     def _made_or_torch(self, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """What runs the graph: its parts, or where they cannot be made torch, once named."""
@@ -87,6 +96,8 @@ class GraphCalls:
             self._place.keep(self._graph, first, self._static)
         trace(f"graph{self._number}_parts", lambda: _text(cut), self._compile_id)
         self._tell_of_outside(cut)
+        self._running = parts
+        self._collectives = collectives(cut.graph.graph, lambda node: node.op == "call_module")
         if len(parts) == 1 and (run := _alone(cut, parts[0])):
             return run
         for number, (call, part) in enumerate(zip(cut.parts, parts, strict=True)):
@@ -96,7 +107,7 @@ class GraphCalls:
         def run(given: list[Any]) -> Any:
             return cut.graph.forward(*given)
 
-        is_told = cut.outside and self._options.report is not None
+        is_told = (cut.outside or self._collectives) and self._options.report is not None
         return self._timed_once(cut, run) if is_told else run
 
     def _timed_once(
@@ -111,9 +122,10 @@ class GraphCalls:
             if _is_captured() or next(count) != 1:
                 return run(given)  # a stream that is captured cannot be waited for
             self._run = run
-            timed = _Timed(cut)
+            timed = _Timed(cut, {one.name for one in self._collectives})
             results = timed.run(*given)
             self._outside_us.update(timed.us)
+            self._collective_us.update(timed.collective_us)
             tell_of_times(self._told, self._options.report)
             self._told.clear()
             return results
@@ -162,13 +174,17 @@ class GraphCalls:
         outside = Counter(str(one.node.target) for one in cut.outside)
 
         def told(module: CompiledModule) -> None:
-            times = self._outside_us
-            report = PartReport(self._number, part, module, cut.count, outside, times)
-            if outside and self._options.report is not None and not times:
+            times = self._outside_us, self._collectives, self._collective_us
+            report = PartReport(self._number, part, module, cut.count, outside, *times)
+            is_timed = outside or self._collectives
+            if is_timed and self._options.report is not None and self._is_untimed():
                 self._told.append(report)
             tell(report, self._options.report, self._compile_id)
 
         return told
+
+    def _is_untimed(self) -> bool:
+        return not self._outside_us and not self._collective_us
 
     def _tell_of_outside(self, cut: Partition) -> None:
         if not cut.outside:
@@ -184,20 +200,35 @@ class GraphCalls:
 
 
 class _Timed(fx.Interpreter):
-    """Runs a graph in parts node by node; `us` is how long its operators outside the parts take."""
+    """Runs a graph in parts node by node.
 
-    def __init__(self, cut: Partition) -> None:
+    Attributes
+    ----------
+    us : Counter
+        How long the operators outside the parts take.
+    collective_us : dict of str to float
+        And each collective, until its result is there.
+    """
+
+    def __init__(self, cut: Partition, collectives: Collection[str]) -> None:
         super().__init__(cut.graph)
         self._outside = {one.node.meta[NAME] for one in cut.outside}
+        self._collectives = collectives
         self.us: Counter[str] = Counter()
+        self.collective_us: dict[str, float] = {}
 
     def run_node(self, node: fx.Node) -> Any:
         """What a node gives."""
-        if node.op != "call_function" or node.meta.get(NAME) not in self._outside:
+        is_outside = node.op == "call_function" and node.meta.get(NAME) in self._outside
+        if not is_outside and node.name not in self._collectives:
             return super().run_node(node)
         began = _now_us()
         found = super().run_node(node)
-        self.us[str(node.target)] += _now_us() - began
+        if is_outside:
+            self.us[str(node.target)] += _now_us() - began
+        else:
+            found = awaited(found)
+            self.collective_us[node.name] = _now_us() - began
         return found
 
 

@@ -160,9 +160,19 @@ class PartCalls:
         if self._options.frozen:
             return
         stale = [build for build in self._builds if build.changed()]
-        self._builds = [build for build in self._builds if build not in stale]
         if stale:
-            self._changes.update(stale[-1].changed())
+            self._drop(stale, stale[-1].changed())
+
+    def forget_weights(self) -> None:
+        """All weights may have other values, which their own versions do not tell."""
+        with self._lock:
+            if not self._options.frozen:
+                self._drop(self._builds, self._weights)
+
+    def _drop(self, stale: Sequence["_Build"], changed: Collection[int]) -> None:
+        self._builds = [build for build in self._builds if build not in stale]
+        self._first = None
+        self._changes.update(changed)
         again = {i for i in self._weights if self._changes[i] >= MOST_CHANGES}
         if again:
             self._weights = tuple(i for i in self._weights if i not in again)

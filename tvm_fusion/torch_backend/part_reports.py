@@ -4,7 +4,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tvm_fusion.plan.plan import FusionPlan
 from tvm_fusion.report.screen import Report
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 from tvm_fusion.runtime.calls.launch_count import llvm_sources
+from tvm_fusion.torch_backend.collectives import Collective
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +36,10 @@ class PartReport:
         The operators of the graph that run in torch, and how often each stands there.
     outside_us : Mapping of str to float
         How long these took in the second call of the graph, in microseconds; empty before.
+    collectives : tuple of Collective
+        What the graph asks of other processes, in its order; all of them run in torch.
+    collective_us : Mapping of str to float
+        How long each took in the second call, by itself, by its name in the graph.
     """
 
     graph: int
@@ -43,6 +48,8 @@ class PartReport:
     operators: int
     outside: Mapping[str, int]
     outside_us: Mapping[str, float]
+    collectives: tuple[Collective, ...]
+    collective_us: Mapping[str, float]
 
     @property
     def name(self) -> str:
@@ -73,6 +80,9 @@ class PartReport:
             "operators": self.operators,
             "outside": dict(self.outside),
             "outside_us": dict(self.outside_us),
+            "collectives": [
+                asdict(one) | {"us": self.collective_us.get(one.name)} for one in self.collectives
+            ],
             "report": self.report.to_json(),
         }
 

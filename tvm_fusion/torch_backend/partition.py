@@ -36,6 +36,7 @@ from tvm_fusion.frontends.torch.graphs import is_size
 from tvm_fusion.frontends.torch.importer import Importer, refuse_random
 from tvm_fusion.frontends.torch.model import CONVERTERS
 from tvm_fusion.frontends.torch.refusals import NO_CONVERTER, Refused
+from tvm_fusion.torch_backend.collectives import is_of_processes, may_write, wait_late
 from tvm_fusion.torch_backend.layouts import memory_order
 
 _aten = torch.ops.aten
@@ -52,7 +53,6 @@ _MOVES = frozenset(
         "ones", "scalar_tensor", "zeros",
     )
 )  # fmt: skip
-_OF_PROCESSES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,7 @@ def partitioned(graph: fx.GraphModule, refused: Mapping[str, str]) -> Partition:
     written = _written(whole.graph)
     updates = tuple(_take_over_writes(part, whole.get_submodule(part.target)) for part in parts)
     _write_at_once(whole.graph)
+    wait_late(whole.graph, {part for part, written in zip(parts, updates, strict=True) if written})
     whole.recompile()
     return Partition(whole, tuple(parts), written, updates, tuple(outside), count)
 
@@ -144,7 +145,7 @@ class _Support(OperatorSupportBase):
         if node.target is operator.getitem:
             return self.is_node_supported(submodules, node.args[0])
         if node not in self._known:
-            self._known[node] = not _is_of_processes(node) and self.why(node) is None
+            self._known[node] = not is_of_processes(node) and self.why(node) is None
         return self._known[node]
 
     def __call__(self, node: fx.Node) -> bool:
@@ -152,7 +153,7 @@ class _Support(OperatorSupportBase):
 
     def why(self, node: fx.Node) -> str | None:
         """Why an operator cannot be compiled, where that is worth a word."""
-        if node.op != "call_function" or is_size(node) or _is_of_processes(node):
+        if node.op != "call_function" or is_size(node) or is_of_processes(node):
             return None
         if node.target is operator.getitem or node.target in JOINTS:
             return None
@@ -195,11 +196,6 @@ def _refuse_values(node: fx.Node) -> None:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-def _is_of_processes(node: fx.Node) -> bool:
-    """Whether an operator talks to other processes, which is torch's own business."""
-    return getattr(node.target, "namespace", "") in _OF_PROCESSES
 
 
 def is_operator(node: fx.Node) -> bool:
@@ -298,9 +294,7 @@ def _written(graph: fx.Graph) -> frozenset[str]:
     """The inputs that something writes into."""
     found = set()
     for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        opaque = isinstance(node.target, torch._ops.HigherOrderOperator)
-        if node.op == "call_function" and (opaque or (schema is not None and schema.is_mutable)):
+        if may_write(node):
             found.update(_root(n).name for n in node.all_input_nodes)
     return frozenset(found)
 
@@ -378,7 +372,7 @@ def _has_order(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return isinstance(node.target, torch._ops.HigherOrderOperator)
     random = torch.Tag.nondeterministic_seeded in node.target.tags
-    return random or node.target._schema.is_mutable or _is_of_processes(node) or node.is_impure()
+    return random or node.target._schema.is_mutable or is_of_processes(node) or node.is_impure()
 
 
 def _forget_order(graph: fx.Graph) -> None:
