@@ -1,18 +1,24 @@
-"""The backend on two processes: collectives stay in torch, what stands between them is fused."""
+"""The backend on several processes: collectives stay in torch, what stands between is fused."""
 
 import os
+import shutil
 import socket
 import sys
+import time
 import warnings
+from dataclasses import dataclass
+from datetime import timedelta
 
 import pytest
 import torch
 from torch import distributed, multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -22,10 +28,12 @@ import tvm_fusion.torch_backend  # noqa: F401 - makes the backend known
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm, self.down = nn.LayerNorm(16), nn.Linear(32, 16)
+        self.gate, self.up = nn.Linear(16, 32), nn.Linear(16, 32)
 
     def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
 
 
 def data_parallel(model):
@@ -39,9 +47,35 @@ def sharded(model):
 
 
 def tensor_parallel(model):
-    mesh = init_device_mesh("cpu", (2,))
+    return split_up(model, init_device_mesh("cpu", (distributed.get_world_size(),)))
+
+
+def split_up(model, mesh):
     for block in model:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def data_and_tensor_parallel(model):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    split_up(model, mesh["tensor"])
+    for block in model:
+        fully_shard(block, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def sequence_parallel(model):
+    """Each process has some rows of each sequence, and gathers them for the products."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    for block in model:
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "gate": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(block, mesh, plan)
     return model
 
 
@@ -52,45 +86,128 @@ def changed(model, x):
     return model(x)
 
 
-def work(rank, make, port, launches):
-    """What each process does; errors end it."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    distributed.init_process_group("gloo", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model, x, told = nn.Sequential(Block(), Block()).eval(), torch.randn(4, 16), []
+@dataclass(frozen=True)
+class Job:
+    """What each process does.
+
+    Attributes
+    ----------
+    make : str
+        A function of this module that makes a model one of several processes.
+    processes, port : int
+    launches : list of int
+        Operators of each part.
+    collectives : int
+        Of the first graph.
+    late : int or None
+        A process that comes a second later.
+    caches : str or None
+        A folder for those of all processes.
+    """
+
+    make: str
+    processes: int
+    port: int
+    launches: list[int]
+    collectives: int
+    late: int | None = None
+    caches: str | None = None
+
+
+def work(rank, job):
+    """Errors end it."""
+    begin(rank, job)
+    model, x, told = nn.Sequential(Block(), Block()).eval(), torch.randn(2, 8, 16), []
     twin = nn.Sequential(Block(), Block())
     twin.load_state_dict(model.state_dict())
+
+    def part(tensor):
+        is_split = job.make == "sequence_parallel"
+        return tensor.chunk(job.processes, 1)[rank] if is_split else tensor
+
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="tvm_fusion")
-        run = getattr(sys.modules[__name__], make)(model)
+        run = getattr(sys.modules[__name__], job.make)(model)
         fused = torch.compile(
             run, backend="tvm_fusion", options={"verify": False, "report": told.append}
         )
         for _ in range(2):
-            torch.testing.assert_close(fused(x), twin(x))
+            torch.testing.assert_close(fused(part(x)), part(twin(x)))
         found = [one.report.launches.unfused for one in told]
-        assert found == launches, found
-        assert max(one.report.launches.fused for one in told) < max(launches)
+        assert found == job.launches, found
+        assert max(one.report.launches.fused for one in told) < max(found)
         assert not any(one.outside for one in told)
+        asked = told[0].to_json()["collectives"]
+        assert len(asked) == job.collectives, asked
+        assert all(one["us"] > 0 and one["bytes"] >= 1024 // job.processes for one in asked), asked
         wanted = changed(twin, x)
         for weight in run.parameters():
             weight.mul_(0.5)
-        torch.testing.assert_close(fused(x), wanted)
+        torch.testing.assert_close(fused(part(x)), part(wanted))
     distributed.destroy_process_group()
 
 
-@pytest.mark.long
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    ("make", "launches"),
-    [
-        ("tensor_parallel", [6, 7, 1]),  # cut behind each product that is summed up
-        ("data_parallel", [7, 7]),
-        ("sharded", [9]),  # both blocks run one graph, whose weights are inputs
-    ],
-)
-def test_two_processes_give_what_one_does(make, launches):
+def begin(rank, job):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.port)}
+    if job.caches is not None:
+        os.environ["TVM_FUSION_CACHE"] = f"{job.caches}/{rank}"
+    wait = timedelta(seconds=60)
+    distributed.init_process_group("gloo", rank=rank, world_size=job.processes, timeout=wait)
+    torch.manual_seed(0)
+    if rank == job.late:
+        time.sleep(1)
+
+
+def end_in_between(rank, job):
+    """The last process ends between two calls."""
+    begin(rank, job)
+    x = torch.randn(2, 8, 16)
+    with torch.no_grad():
+        model = tensor_parallel(nn.Sequential(Block(), Block()).eval())
+        fused = torch.compile(model, backend="tvm_fusion", options={"verify": False})
+        fused(x)
+        if rank == job.processes - 1:
+            os._exit(0)
+        with pytest.raises(RuntimeError, match=r"gloo|[Cc]onnection"):  # torch's own
+            fused(x)
+    os._exit(0)  # what is left of the group cannot be ended in order
+
+
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(work, (make, port, launches), nprocs=2)
+        return free.getsockname()[1]
+
+
+PARTS = [10, 11, 1]  # cut behind each product that is summed up
+
+
+@pytest.mark.long
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize(
+    ("make", "processes", "launches", "collectives"),
+    [
+        ("tensor_parallel", 2, PARTS, 2),
+        ("data_parallel", 2, [10, 10], 0),
+        ("sharded", 2, [13], 0),  # both blocks run one graph, whose weights are inputs
+        ("sequence_parallel", 2, [1, 13, 2, 13, 1], 4),  # both products take what is gathered once
+        ("data_and_tensor_parallel", 4, [14, 1], 1),
+    ],
+)
+def test_several_processes_give_what_one_does(make, processes, launches, collectives):
+    job = Job(make, processes, free_port(), launches, collectives)
+    multiprocessing.spawn(work, (job,), nprocs=processes)
+
+
+@pytest.mark.nightly
+def test_processes_that_come_late_or_have_no_cache_agree(tmp_path):
+    for late in (None, 0):
+        job = Job("tensor_parallel", 2, free_port(), PARTS, 2, late, str(tmp_path))
+        multiprocessing.spawn(work, (job,), nprocs=2)
+        shutil.rmtree(tmp_path / "1", ignore_errors=True)
+
+
+@pytest.mark.nightly
+def test_a_process_that_ends_is_an_error_in_the_others():
+    job = Job("tensor_parallel", 2, free_port(), PARTS, 2)
+    multiprocessing.spawn(end_in_between, (job,), nprocs=2)
