@@ -17,13 +17,17 @@ After `PlanArenas`:
     second(a, b)
 
 After `KeepArenas`, where the virtual machine is about to take storages from its pool:
-    held = keep_arena(arena_bytes)    # of the host
-    arena = R.memory.alloc_storage(R.shape([held]), ...)
+    taken = keep_arena(arena_bytes, 0)    # of the host
+    arena = R.memory.alloc_storage(R.shape([taken]), ...)
+    _ = keep_arena(arena_bytes, taken)
 
 The pool keeps memory by its size. `keep_arena` therefore asks for one size as long as it suffices:
 the largest so far, rounded up by an eighth at most. When that grows, all pools give their free
-memory back, the arena before among it. What else has a symbolic size, an output for example, is
-rounded as well: a pool that has seen outputs of all sizes holds a few of each octave, not all.
+memory back, the arena before among it. It is told what was taken once that is there: a call that
+the device has no memory for leaves the size of the calls behind it as it was.
+
+What else has a symbolic size, an output for example, is rounded as well: a pool that has seen
+outputs of all sizes holds a few of each octave, not all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +53,7 @@ from .plan_memory import (
 
 HOST_FUNCTIONS = (SETTLE, "keep_arena", "round_bytes")  # or such a name and a number
 _ARENA = "arena"
+_BYTES = tirx.Var("bytes", "int64").ty
 _STORAGE = "relax.memory.alloc_storage"
 _OF_EIGHTH, _PAGE = 3, 12  # logarithms; the pool rounds up to pages of 4,096 bytes itself
 
@@ -215,22 +220,29 @@ def _in_kept_sizes(block: relax.BindingBlock, builder: relax.BlockBuilder) -> re
             continue
         taken = tirx.Var("taken", "int64")
         variables = list(relax.analysis.tir_vars_in_type(relax.ShapeType([size])))
-        make = _keep_arena if binding.var.name == _ARENA else _round_bytes
+        is_arena = binding.var.name == _ARENA
+        make = _keep_arena if is_arena else _round_bytes
         function = builder.add_func(_of(make(), variables, size), make.__name__.lstrip("_"))
-        call = relax.Call(function, variables, ty_args=[taken.ty])
-        bindings.append(relax.VarBinding(taken, builder.normalize(call)))
+
+        def asked(*more: object, of: relax.Expr = function, about: tuple = (*variables,)) -> Any:
+            call = relax.Call(of, [*about, *map(relax.prim_value, more)], ty_args=[_BYTES])
+            return builder.normalize(call)
+
+        bindings.append(relax.VarBinding(taken, asked(*([0] if is_arena else []))))
         storage = relax.Call(value.op, [relax.ShapeExpr([taken]), *value.args[1:]], value.attrs)
         bindings.append(relax.VarBinding(binding.var, builder.normalize(storage)))
+        if is_arena:
+            bindings.append(relax.VarBinding(tirx.Var("_", "int64"), asked(taken)))
     return relax.BindingBlock(bindings)
 
 
 def _of(func: tirx.PrimFunc, variables: Sequence[tvm.ir.Var], size: tvm.ir.Expr) -> tirx.PrimFunc:
     """A function of bytes as one of the symbols that the bytes are computed from."""
-    (needed,) = func.params
+    needed, *others = func.params
     own = [tirx.Var(var.name, str(var.ty.dtype)) for var in variables]
     size = _substituted(size, lambda var: own[[v.same_as(var) for v in variables].index(True)])
     body = _substituted(func.body, lambda var: size if var.same_as(needed) else var)
-    return tirx.PrimFunc(own, body, func.ret_type, attrs=func.attrs)
+    return tirx.PrimFunc([*own, *others], body, func.ret_type, attrs=func.attrs)
 
 
 def _substituted(value: Any, by: Callable[[tvm.ir.Var], tvm.ir.Expr]) -> Any:
@@ -250,29 +262,33 @@ def _round_bytes() -> tirx.PrimFunc:
 
 
 def _keep_arena() -> tirx.PrimFunc:
-    """A function of the host that returns the largest number of bytes that it was ever asked for,
-    rounded up. The library that the module was built into holds the number.
+    """A function of the host that returns how many bytes to take where so many are `needed`: the
+    most that were ever `taken`, or more. The library that the module was built into holds that.
+
+    Two threads that write it at once may leave the smaller one, but each gets what it needs.
     """
 
     @T.prim_func(s_tir=True)
-    def keep_arena(needed: T.int64) -> T.int64:
+    def keep_arena(needed: T.int64, taken: T.int64) -> T.int64:
         T.func_attr({"tirx.is_host_func": True, "tirx.is_scheduled": True})
         cell: T.let[T.handle("int64")] = T.reinterpret(
             T.handle("int64").ty, T.call_intrin("handle", "tirx.tvm_static_handle")
         )
         held = T.decl_buffer((1,), "int64", data=cell)
+        before: T.let[T.int64] = held[0]
+        if taken > before:
+            held[0] = taken
         step: T.let[T.int64] = T.shift_left(T.int64(1), _shift(needed))
-        least: T.let[T.int64] = T.max(needed, T.int64(1))
-        if least > held[0]:
-            if held[0] > T.int64(0):
-                T.call_packed("vm.builtin.memory_manager.clear")
-            held[0] = (least + step - T.int64(1)) // step * step
-        return held[0]
+        rounded: T.let[T.int64] = (T.max(needed, T.int64(1)) + step - T.int64(1)) // step * step
+        if taken == T.int64(0) and before > T.int64(0) and rounded > before:
+            T.call_packed("vm.builtin.memory_manager.clear")
+        return T.max(rounded, before)
 
     return keep_arena
 
 
 def _shift(needed: tvm.ir.Expr) -> tvm.ir.Expr:
     """The logarithm of an eighth of the power of two at or below a number, of a page at least."""
-    highest = 63 - tirx.Cast("int64", tirx.clz(needed))
+    some = tirx.max(needed, tirx.IntImm("int64", 1))  # there is none of 0, and `clz` is undefined
+    highest = 63 - tirx.Cast("int64", tirx.clz(some))
     return tirx.max(highest - _OF_EIGHTH, _PAGE)
