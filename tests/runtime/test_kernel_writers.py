@@ -1,5 +1,11 @@
 """Kernels that processes beside this one write."""
 
+import multiprocessing
+import signal
+import subprocess
+import sys
+import threading
+
 import pytest
 from tvm.relax import op
 
@@ -105,6 +111,33 @@ def test_a_process_that_ends_leaves_what_waits(tmp_path):
     writers.stop()
     writers.begin([job], TARGET, H200, POLICY, lambda code: code)
     assert job.answer.cancel()
+
+
+def test_a_process_that_hangs_is_stopped(planned, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_writers, "LONGEST_S", 0.1)
+    seen = []
+
+    def silent(self, hw):
+        ours, theirs = multiprocessing.Pipe()
+        self._process = subprocess.Popen(["sleep", "60"])
+        self._connection, self._lock, self._is_ready = ours, threading.Lock(), True
+        seen.append((self, theirs))
+
+    monkeypatch.setattr(kernel_writers._Process, "__init__", silent)
+    _, plain = written(planned)
+    monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path / "other"))
+    _, codes = written(planned, KernelWriters(2, H200))
+    assert codes.keys() == plain.keys()
+    assert [process._process.wait(PATIENCE_S) for process, _ in seen] == [-signal.SIGKILL] * 2
+
+
+def test_a_program_that_is_no_python_starts_no_processes(monkeypatch):
+    monkeypatch.setenv(kernel_writers.VARIABLE, "2")
+    monkeypatch.setattr(kernel_writers, "KernelWriters", lambda n, _: pytest.fail("started"))
+    for name, value in (("executable", ""), ("executable", None), ("frozen", True)):
+        with monkeypatch.context() as changed, writers_beside():
+            changed.setattr(sys, name, value, raising=False)
+            kernel_writers.begin(TARGET, H200, POLICY, 200)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ LEAST_OPERATORS = 80
 """Of a model, equal layers counted a few times: those of fewer have no more than ten kernels."""
 VARIABLE = "TVM_FUSION_WRITERS"
 """How many processes, whatever the model and the machine; 0 for none."""
+LONGEST_S = 60.0
+"""That a kernel is waited for; a process that does not answer by then is stopped."""
 logger = logging.getLogger(__name__)
 
 
@@ -81,7 +83,8 @@ class _Process:
         ours, theirs = socket.socketpair()
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+            "PYTHONSAFEPATH": "1",  # else modules of the working folder come before all others
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
         }
@@ -118,6 +121,9 @@ class _Process:
         try:
             text = to_json_graph_str(job.func)
             self._connection.send((job.name, text, job.class_name, str(job.path), *how))
+            if not self._connection.poll(LONGEST_S):
+                self._process.kill()
+                raise TimeoutError(f"{job.name} took longer than {LONGEST_S:g} s")
             said = self._connection.recv()
             code = None if said is None else begun(code_of(said))
         finally:
@@ -200,6 +206,8 @@ def current_writers() -> KernelWriters | None:
 def _count(operators: int) -> int:
     if os.name != "posix":  # a process is given its socket as it starts
         return 0
+    if not sys.executable or getattr(sys, "frozen", False):  # no Python that runs modules
+        return 0
     asked, cores = os.environ.get(VARIABLE, ""), available_cores()
     if asked.isdecimal():
         return int(asked)
@@ -245,8 +253,8 @@ def _written(
     """The code of a kernel, kept in the cache; None where it is for another process to say why it
     cannot be written, or not lowered by itself.
     """
-    func, device = from_json_graph_str(text), from_json_graph_str(target)
     try:
+        func, device = from_json_graph_str(text), from_json_graph_str(target)
         with device, tvm.transform.PassContext(opt_level=level):
             kernel = named(KernelWriter(hw, policy).kernel(func, class_name), func)
             if not is_tirx(kernel):
