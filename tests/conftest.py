@@ -17,7 +17,6 @@ from .support.tools import require
 
 os.environ.setdefault("TVM_FUSION_PLAN_CACHE", "0")  # what is tested is the search
 os.environ.setdefault("TVM_FUSION_KERNEL_CACHE", "0")  # and the writers
-os.environ.setdefault("TVM_FUSION_WRITERS", "0")  # in this process
 os.environ.setdefault("TVM_FUSION_CALIBRATE", "0")  # plans are the same on each machine
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads of torch waste no core by waiting
 

@@ -177,8 +177,7 @@ def searched_plan(
     """
     opened = open_composites(mod, target, hw=hw)
     few = few_layers(opened)
-    blocks = (opened if few is None else few.mod)["main"].body.blocks
-    kernel_writers.begin(target, hw, policy, sum(len(block.bindings) for block in blocks))
+    kernel_writers.begin(target, hw, policy)
     search = _Search(_Variant(opened, _Device(target, hw, policy)), few)
     best = search.best()
     low, graph = best.lowered
