@@ -106,10 +106,9 @@ def test_three_second_halves_with_residuals_are_one_launch(dtype):
 def test_experts_of_few_tokens_are_a_launch_for_gate_and_up_and_one_for_down(emit, dtype):
     shapes = feed_forward(FEW_TOKENS, 2048, 1024)
     planned = plan(emit, *shapes, dtype=dtype, policy={"max_group_ops": 128})
-    *gates, down = products_of(planned)
     # twelve tokens in float32: a form of few rows of their own is predicted to be faster
-    assert gates == ([16] if dtype == HALF else [14, 2])
-    assert down == 8
+    launches = [8, 16] if dtype == HALF else [1, 2, 7, 14]
+    assert sorted(products_of(planned)) == launches
     assert gains(planned)
 
 
