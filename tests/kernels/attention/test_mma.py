@@ -148,23 +148,30 @@ def test_results_are_close_to_float64(name):
     check(sizes, form, chosen, **expected)
 
 
-def test_added_masks_are_read_in_pairs_and_hide_rows():
+@pytest.mark.parametrize(
+    ("dtype", "chosen"),
+    [
+        ("float16", config(2, 1, 32)),
+        ("float32", config(4, 1, 64, shares=4, lazy=0.0)),  # keys of some warps are all hidden
+    ],
+)
+def test_added_masks_are_read_in_pairs_and_hide_rows(dtype, chosen):
     form = forms.additive((1, 2, 40, 40))
     form.lse = True
-    sizes = Sizes(queries=40, keys=40, terms=16)
+    sizes = Sizes(queries=40, keys=40, terms=16, dtype=dtype)
     wide = MASK.astype(np.float64)
-    arrays = check(sizes, form, config(2, 1, 32), {"mask": MASK}, logit=lambda s: s + wide)
+    arrays = check(sizes, form, chosen, {"mask": MASK}, logit=lambda s: s + wide)
     assert not arrays["o"][0, 0, 3].any()
     assert np.isneginf(arrays["lse"][0, 0, 3])
 
 
-def run_stored(sizes, values=None, mask=None, how=None, where=None):
+def run_stored(sizes, values=None, mask=None, how=None, where=None, chosen=SMALL):
     """Runs a kernel of `decode_cases`, whose keys lie in memory in more ways."""
     how, where = how or {}, where or {}
     made = decode_cases.attention_of(sizes, **how, **where)
     arrays = decode_cases.arrays_of(made, values)
     inputs = {name: a.copy() for name, a in arrays.items()}
-    assert run_cuda_on_cpu(emit_attention_mma(made, A100, SMALL), list(arrays.values())) == 1
+    assert run_cuda_on_cpu(emit_attention_mma(made, A100, chosen), list(arrays.values())) == 1
     where = {name: value for name, value in where.items() if name != "pad"}
     expected, _ = decode_cases.reference(inputs, sizes, mask=mask, **where)
     assert np.abs(arrays["y"] - expected).max() <= 1e-3 * np.abs(expected).max()
@@ -182,7 +189,8 @@ def test_pages_of_keys_are_found_through_a_table():
     run_stored(sizes, {"table": table}, where={"paged": 15})
 
 
-def test_keys_beyond_a_length_are_not_read_and_no_key_gives_zero():
+@pytest.mark.parametrize("chosen", [SMALL, config(4, 1, 64, shares=4)], ids=["1", "4"])
+def test_keys_beyond_a_length_are_not_read_and_no_key_gives_zero(chosen):
     values = {"lengths": np.array([0, 21], np.int32)}
     for name in "kv":
         values[name] = np.random.default_rng(2).standard_normal((2, 1, 50, 16)).astype(np.float16)
@@ -196,6 +204,7 @@ def test_keys_beyond_a_length_are_not_read_and_no_key_gives_zero():
             "extra": [("lengths", (2,), "int32")],
             "visible": lambda p: p.n < tirx.Cast("int64", p.load("lengths", p.b)),
         },
+        chosen=chosen,
     )
     assert not arrays["y"][0].any()
 
