@@ -13,10 +13,12 @@ from tvm import relax
 from tvm_fusion.compilation.compiler import compile, explain
 from tvm_fusion.errors import ConfigError, InputError, TargetError
 from tvm_fusion.runtime.build.build import build
+from tvm_fusion.runtime.calls import compiled_module
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+from tvm_fusion.runtime.graphs import capture
 from tvm_fusion.runtime.graphs.capture_rules import CudaGraphOptions, refusal_of_executable
 
-from ..support.fake_cuda_graph import captured_on_cpu
+from ..support.fake_cuda_graph import FakeDriver, captured_on_cpu
 from ..support.runtime_cases import (
     H200,
     LLVM,
@@ -250,6 +252,36 @@ def test_a_call_inside_the_callers_own_capture_is_not_a_graph(monkeypatch):
     torch.testing.assert_close(compiled(x), chain_of(x))
     assert not driver.said("launch")
     assert not driver.said("capture")
+
+
+def test_memory_of_calls_in_the_callers_own_capture_is_lent_to_nobody_else(monkeypatch):
+    """A graph of torch's writes there whenever it is launched."""
+    compiled, driver = CompiledModule.of(build(chain(), LLVM)), FakeDriver()
+    monkeypatch.setattr(capture, "CudaDriver", lambda index: driver)
+    x = torch.randn(64, 32)
+
+    def lent() -> set[int]:
+        """Where the storages of a call are."""
+        seen = set()
+
+        def look(_function, name, before, result, *_):
+            if name == "vm.builtin.alloc_tensor" and not before:
+                seen.add(int(result.data_ptr()))
+
+        compiled.vm.set_instrument(look)
+        torch.testing.assert_close(compiled(x), chain_of(x))
+        compiled.vm._set_instrument(None)
+        return seen
+
+    assert lent() & lent()  # the pool lends the same again
+    monkeypatch.setattr(compiled, "_on_cuda", True)
+    monkeypatch.setattr(compiled_module, "torch_captures", lambda: True)
+    torch.testing.assert_close(compiled(x), chain_of(x))
+    held = {address for _, found in compiled._captures._storages for address in found}
+    assert held
+    assert driver.said("relaxed")
+    monkeypatch.setattr(compiled_module, "torch_captures", lambda: False)
+    assert not held & lent()
 
 
 def test_a_capture_that_fails_leaves_plain_calls_and_a_reason(monkeypatch, caplog):

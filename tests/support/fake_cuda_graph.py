@@ -122,6 +122,11 @@ class FakeDriver:
         assert self.recording is None
         self.recording = []
 
+    @contextlib.contextmanager
+    def relaxed(self) -> Iterator[None]:
+        self.log.append(("relaxed",))
+        yield
+
     def end_capture(self, stream: int) -> FakeRecording:
         calls, self.recording = self.recording, None
         if self.refuses:

@@ -18,6 +18,7 @@ from ...ir.convention import Convention
 from ...plan.plan import FusionPlan
 from ..build import cubin_cache
 from ..build.build import Built
+from ..graphs.capture import CallersCaptures, torch_captures
 from ..graphs.capture_rules import CudaGraphOptions, refusal_of_executable
 from ..graphs.mode import GraphMode
 from .call_memory import MemoryPlan, measured_call_bytes
@@ -78,6 +79,9 @@ class CompiledModule:
     such; in the signature, and as TVM tensors, they are pairs of real numbers along a last axis.
     Tensors that it keeps between calls, or that are loaded later, are in `state_dict`; a call reads
     and renews them.
+
+    A call that is captured by `torch.cuda.graph` keeps its memory from the pool as long as the
+    module lives, which has to be as long as the graph does.
 
     With `cuda_graph` a call is one launch of a CUDA graph, captured after the first call with
     inputs of its shapes, after the second where sizes are symbolic. Outputs are the caller's own
@@ -154,6 +158,8 @@ class CompiledModule:
         self._renewed: Mapping[int, int] = {}
         self._again: RepeatedCall | None = None
         self._graph_mode = GraphMode()
+        self._captures = CallersCaptures()
+        self._on_cuda = target.kind.name == "cuda"
         self._source: SourceCalls | None = None
 
     @classmethod
@@ -346,7 +352,8 @@ class CompiledModule:
             self._check_indices(inputs)
         formats = self.signature.formats
         given = inputs if formats is None else taken(self.signature, inputs)
-        again = None if are_copied else self._again
+        is_captured = self._on_cuda and torch_captures()
+        again = None if are_copied or is_captured else self._again
         if again is not None:
             result = again(given)
             if result is not None:
@@ -360,7 +367,7 @@ class CompiledModule:
             arguments = self.arguments(inputs)
             result = from_tvm(self.run(arguments), kind, torch_device, self.own)
             write_back(self.writes, inputs, arguments)
-            if self._graph_mode.options is None and not are_copied:
+            if self._graph_mode.options is None and not are_copied and not is_captured:
                 self._again = self._repeated.call(given, arguments, kind, self.unread)
             return returned(formats, result)
 
@@ -449,7 +456,10 @@ class CompiledModule:
     def run(self, arguments: Sequence[Any]) -> Any:
         """Run it on what `arguments` returned, on TVM's current stream, without the lock."""
         try:
-            return self._main(*arguments)
+            if not self._on_cuda or not torch_captures():
+                return self._main(*arguments)
+            with self._captures.one(self.vm, self.device):
+                return self._main(*arguments)
         except RuntimeError as error:
             self.signature.name_refused(error, arguments)
             raise

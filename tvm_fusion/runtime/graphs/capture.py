@@ -11,6 +11,7 @@ then sleeps until the recording is gone: nobody else gets that scratch.
 """
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -142,6 +143,35 @@ class CapturedCall:
             weakref.finalize(self, _destroy_event, self._driver, self._event)
         else:
             self._driver.wait(stream, self._event)
+
+
+def torch_captures() -> bool:
+    """Whether the caller captures torch's current stream himself (`torch.cuda.graph`)."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    return torch.cuda.is_current_stream_capturing()
+
+
+class CallersCaptures:
+    """Calls within captures of the caller, whose graphs write to the memory of a call whenever they
+    are launched: it is kept from the pools, which would lend it to others and, when an arena grows,
+    give it back to the device.
+    """
+
+    def __init__(self) -> None:
+        self._storages: _Storages = []
+
+    @contextlib.contextmanager
+    def one(self, vm: Any, device: tvm.runtime.Device) -> Iterator[None]:
+        """Keep what the VM takes within as long as this object lives. The pools may be without it:
+        torch forbids threads that capture to take memory of their own.
+        """
+        with CudaDriver(device.index).relaxed(), _kept_storages(vm) as storages:
+            try:
+                yield
+            finally:
+                self._storages += storages
 
 
 class _Keeper:

@@ -37,6 +37,7 @@ _SIGNATURES = {
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuStreamBeginCapture_v2": (c_void_p, c_int),
     "cuStreamEndCapture": (c_void_p, c_void_p),
+    "cuThreadExchangeStreamCaptureMode": (c_void_p,),
     "cuGraphGetNodes": (c_void_p, c_void_p, c_void_p),
     "cuGraphNodeGetType": (c_void_p, c_void_p),
     "cuGraphKernelNodeGetParams_v2": (c_void_p, c_void_p),
@@ -154,6 +155,16 @@ class CudaDriver:
     def begin_capture(self, stream: int) -> None:
         """Record what is launched on a stream from now on, and do not run it."""
         self.call("cuStreamBeginCapture_v2", stream, _RELAXED)
+
+    @contextlib.contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """Let this thread take and give back memory while a stream is captured."""
+        mode = c_int(_RELAXED)
+        self.call("cuThreadExchangeStreamCaptureMode", byref(mode))
+        try:
+            yield
+        finally:
+            self.call("cuThreadExchangeStreamCaptureMode", byref(mode))
 
     def end_capture(self, stream: int) -> "Recording":
         """End the recording, and return it."""
