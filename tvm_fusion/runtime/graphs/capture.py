@@ -243,7 +243,7 @@ def _kept_storages(vm: Any) -> Iterator[_Storages]:
     """The storages that the VM takes within, kept from its pool; afterwards they are the caller's.
 
     Storages whose tensors die early in the call are not used again within it, unless the module's
-    memory is planned: that of symbolic shapes is not.
+    memory is planned: that of functions with branches is not.
     """
     storages: _Storages = []
 
