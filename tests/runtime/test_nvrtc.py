@@ -1,5 +1,7 @@
 """NVRTC: the kernels that nvcc makes, of sources that need libcu++ and of those that do not."""
 
+import ctypes
+
 import pytest
 from tvm import relax
 
@@ -106,3 +108,12 @@ def test_without_headers_the_error_says_what_to_install(monkeypatch, tmp_path):
             NVRTC.compile(TRAITS, "sm_90a")
     finally:
         nvrtc._include_dirs.cache_clear()
+
+
+def test_an_empty_log_is_written_over_no_byte_of_the_process():
+    def end(_program, buffer):
+        ctypes.memset(ctypes.c_char_p(buffer), 0, 1)
+        return (0,)
+
+    assert nvrtc._text(None, lambda _program: (0, 1), end) == b"\0"
+    assert ord(b"a b"[1:2]) == 0x20

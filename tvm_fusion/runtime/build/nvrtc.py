@@ -153,10 +153,12 @@ def _needs_no_library(source: str) -> bool:
 def _text(program: object, size_of: object, content_of: object) -> bytes:
     status, size = size_of(program)
     _check(status, "")
-    buffer = b" " * size
+    # NVRTC writes into it: two bytes at least, since Python has one object for each single byte,
+    # and the end of an empty log would be written over every b" " of the process
+    buffer = bytes(size + 1)
     (status,) = content_of(program, buffer)
     _check(status, "")
-    return buffer
+    return buffer[:size]
 
 
 def _check(status: object, arch: str, log: str = "") -> None:
