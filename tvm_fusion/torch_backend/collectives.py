@@ -79,13 +79,20 @@ def may_write(node: fx.Node) -> bool:
     return node.op == "call_function" and (opaque or (schema is not None and schema.is_mutable))
 
 
+def root(node: fx.Node) -> fx.Node:
+    """What a node is a view of, through all views; itself where it is none."""
+    while viewing(node) is not None:
+        node = node.args[0]
+    return node
+
+
 def merge_repeated(module: fx.GraphModule) -> None:
     """Ask other processes once for what is asked for again, such as a sequence that two linear
     layers gather. What the graph returns is left: two results share no memory.
     """
     graph = module.graph
     (results,) = graph.output_node().args
-    returned = {_source(node) for node in pytree.tree_leaves(results) if isinstance(node, fx.Node)}
+    returned = {root(node) for node in pytree.tree_leaves(results) if isinstance(node, fx.Node)}
     known: dict[str, fx.Node] = {}
     count = len(graph.nodes)
     for node in list(graph.nodes):
@@ -134,12 +141,6 @@ def _name(node: fx.Node) -> str:
     return node.target.overloadpacket.__name__
 
 
-def _source(node: fx.Node) -> fx.Node:
-    while viewing(node) is not None:
-        node = node.args[0]
-    return node
-
-
 def _waits_of(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if is_wait(user)]
 
@@ -147,7 +148,8 @@ def _waits_of(node: fx.Node) -> list[fx.Node]:
 def _bytes(node: fx.Node) -> int | None:
     """What is given and what comes back, the larger of the two."""
     given = [n.meta.get("val") for n in node.all_input_nodes]
-    return max(map(_size, (given, node.meta.get("val"))), key=lambda n: -1 if n is None else n)
+    sizes = map(_size, (given, node.meta.get("val")))
+    return max((size for size in sizes if size is not None), default=None)
 
 
 def _size(values: Any) -> int | None:

@@ -36,7 +36,7 @@ from tvm_fusion.frontends.torch.graphs import is_size
 from tvm_fusion.frontends.torch.importer import Importer, refuse_random
 from tvm_fusion.frontends.torch.model import CONVERTERS
 from tvm_fusion.frontends.torch.refusals import NO_CONVERTER, Refused
-from tvm_fusion.torch_backend.collectives import is_of_processes, may_write, wait_late
+from tvm_fusion.torch_backend.collectives import is_of_processes, may_write, root, wait_late
 from tvm_fusion.torch_backend.layouts import memory_order
 
 _aten = torch.ops.aten
@@ -259,7 +259,7 @@ def _take_over_writes(call: fx.Node, part: fx.GraphModule) -> tuple[tuple[int, i
 def _replaces(value: fx.Node, written: fx.Node) -> bool:
     """Whether what a part computes is a value for each element of an input."""
     new, old = value.meta["val"], written.meta["val"]
-    if written.op != "placeholder" or _root(value).op == "placeholder":
+    if written.op != "placeholder" or root(value).op == "placeholder":
         return False
     if not all(isinstance(n, int) for n in (*old.shape, *new.shape)):
         return False
@@ -278,7 +278,7 @@ def _write_at_once(graph: fx.Graph) -> None:
         if not node.users
         and node.args[0].op == "placeholder"
         and len(node.args) == 2
-        and _root(node.args[1]).op != "placeholder"
+        and root(node.args[1]).op != "placeholder"
         and all(place[user] <= place[node] for user in node.args[0].users)
     ]
     if len(writes) < 2:
@@ -295,7 +295,7 @@ def _written(graph: fx.Graph) -> frozenset[str]:
     found = set()
     for node in graph.nodes:
         if may_write(node):
-            found.update(_root(n).name for n in node.all_input_nodes)
+            found.update(root(n).name for n in node.all_input_nodes)
     return frozenset(found)
 
 
@@ -334,8 +334,8 @@ def _repeat_views_outside(graph: fx.Graph, support: _Support) -> None:
         if viewing(node) is None or not support(node):
             continue
         readers = [user for user in node.users if not support(user)]
-        root = _root(node)
-        free = not support(root) or not all(map(support, root.users))
+        whole = root(node)
+        free = not support(whole) or not all(map(support, whole.users))
         if readers and (free or _has_gaps(node.meta.get("val"))):
             with graph.inserting_after(node):
                 twin = graph.node_copy(node, lambda n: n)
@@ -344,12 +344,6 @@ def _repeat_views_outside(graph: fx.Graph, support: _Support) -> None:
                 reader.replace_input_with(node, twin)
             if not node.users:
                 graph.erase_node(node)
-
-
-def _root(node: fx.Node) -> fx.Node:
-    while viewing(node) is not None:
-        node = node.args[0]
-    return node
 
 
 def _has_gaps(value: Any) -> bool:
