@@ -32,7 +32,7 @@ from ..rows.prepare import time_candidates_alone
 from ..rows.setup import exact_float32
 from ..rows.small import batch_times
 from ..rows.wall import calls_of_batch
-from .models import Where, exact, make
+from .models import CASES, Where, exact, make
 
 GRAPHS, TUNED = "torch.reduce-overhead", "torch.max-autotune"
 HOW: dict[str, dict[str, str]] = {  # arguments of `torch.compile`; what may be given up comes last
@@ -184,7 +184,7 @@ def _exact_results(
     """What torch computes of the same numbers: in float32, for float32 in float64."""
     dtype = torch.float64 if work.dtype == "float32" else torch.float32
     given = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
-    results = [exact(module, dtype)(*given)]
+    results = [exact(module, dtype, CASES[work.name].large)(*given)]
     if work.device == "cuda":
         torch.cuda.empty_cache()
     return results

@@ -1,8 +1,9 @@
 """Models in real sizes with random weights: those of transformers and timm, and a diffusion block.
 
 A language model is two cases: a text of 512 tokens (`_prefill`), and one token behind it
-(`_decode`), both with a static cache that is written in place. `tiny` keeps the architecture with
-two layers of little width.
+(`_decode`), both with a static cache that is written in place. Llama 3 8B decodes the last token
+that its cache holds, of one text and of 16. `tiny` keeps the architecture with two layers of little
+width.
 """
 
 import copy
@@ -20,6 +21,7 @@ from ..workloads.vision import UNetBlock
 
 TEXT, CACHE = 512, 1024  # tokens
 TINY_TEXT, TINY_CACHE = 12, 32
+LONG_CACHE, BATCH = 2048, 16
 IMAGES, IMAGE = 8, 224
 TEXTS, WORDS = 8, 128
 SAMPLES = 5 * 16000  # five seconds of sound
@@ -58,10 +60,13 @@ class Case:
         Takes a `Where`; returns the module in evaluation mode, and its inputs.
     convolutional : bool
         Whether most of the time goes into convolutions.
+    large : bool
+        Whether a device may have no room for an exact copy of it.
     """
 
     make: Callable[[Where], Made]
     convolutional: bool = False
+    large: bool = False
 
 
 class WithCache(nn.Module):
@@ -100,13 +105,34 @@ class First(nn.Module):
         return self.model(*inputs, return_dict=False)[0]
 
 
-def exact(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy that computes in `dtype`, with the same numbers."""
-    made = copy.deepcopy(module).to(dtype)
+def exact(module: nn.Module, dtype: torch.dtype, large: bool = False) -> nn.Module:
+    """A copy that computes in `dtype`, with the same numbers; of a `large` one the parameters of a
+    layer are converted while it computes.
+    """
+    if large:
+        made = copy.deepcopy(module, {id(x): x for x in module.parameters()})
+        for part in made.modules():
+            _converted_while_it_computes(part, dtype)
+    else:
+        made = copy.deepcopy(module).to(dtype)
     if isinstance(made, WithCache):
         for layer in made.cache.layers:
             layer.keys, layer.values = layer.keys.to(dtype), layer.values.to(dtype)
     return made
+
+
+def _converted_while_it_computes(module: nn.Module, dtype: torch.dtype) -> None:
+    own = dict(module.named_parameters(recurse=False))
+
+    def convert(module: nn.Module, _: object) -> None:
+        module._parameters.update((name, x.to(dtype)) for name, x in own.items())
+
+    def restore(module: nn.Module, *_: object) -> None:
+        module._parameters.update(own)
+
+    if own:
+        module.register_forward_pre_hook(convert)
+        module.register_forward_hook(restore)
 
 
 # ---- texts
@@ -136,6 +162,17 @@ def _language(name: str, fields: dict, tiny: dict, is_decode: bool, where: Where
     return module, (where.tokens(1, 1, words), start + text)
 
 
+def _last_token(name: str, fields: dict, tiny: dict, batch: int, where: Where) -> Made:
+    config = name.replace("ForCausalLM", "Config")
+    model = _of_transformers(name, where, config, fields, tiny)
+    batch, length = where.of((batch, LONG_CACHE), (min(batch, 2), TINY_CACHE))
+    module, words = WithCache(model, length), model.config.vocab_size
+    with torch.no_grad():
+        module.step(where.tokens(batch, length - 1, words))
+    position = torch.full((), length - 1, dtype=torch.int64, device=where.device)
+    return module, (where.tokens(batch, 1, words), position)
+
+
 def _languages(**models: tuple[str, dict, dict]) -> dict[str, Case]:
     return {
         f"{key}_{'decode' if is_decode else 'prefill'}": Case(partial(_language, *of, is_decode))
@@ -163,6 +200,16 @@ _LLAMA_1B = {
     "vocab_size": 128256,
     "rope_theta": 5e5,
     "tie_word_embeddings": True,
+}
+_LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "rope_theta": 5e5,
 }
 _QWEN3_06B = {
     "hidden_size": 1024,
@@ -245,6 +292,10 @@ CASES: dict[str, Case] = {
             {**_GROUPED, "layer_types": ["full_attention"] * 2},
         ),
     ),
+    **{
+        name: Case(partial(_last_token, "LlamaForCausalLM", _LLAMA_8B, _GROUPED, n), large=True)
+        for name, n in {"llama_8b_decode": 1, "llama_8b_decode_16": BATCH}.items()
+    },
     "bert_base": Case(partial(_encoder, "BertModel", "BertConfig", {}, _BERT_TINY)),
     "t5_base_encoder": Case(
         partial(

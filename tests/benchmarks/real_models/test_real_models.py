@@ -20,14 +20,22 @@ TINY = Where("cpu", torch.float32, tiny=True)
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2_prefill", "gemma2_2b_decode", "t5_base_encoder", "swin_t", "wav2vec2_base"]
+    "name",
+    [
+        "gpt2_prefill",
+        "gemma2_2b_decode",
+        "llama_8b_decode_16",
+        "t5_base_encoder",
+        "swin_t",
+        "wav2vec2_base",
+    ],
 )
 def test_a_small_one_computes_what_its_exact_copy_does(name):
     module, inputs = make(name, TINY)
     with torch.no_grad():
-        given = module(*inputs)
         doubled = [x.double() if x.is_floating_point() else x for x in inputs]
-        wanted = exact(module, torch.float64)(*doubled)
+        wanted = exact(module, torch.float64, CASES[name].large)(*doubled)
+        given = module(*inputs)
     assert wanted.dtype == torch.float64
     torch.testing.assert_close(given.double(), wanted, atol=1e-4, rtol=1e-4)
 
