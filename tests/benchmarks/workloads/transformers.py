@@ -150,7 +150,9 @@ def _prefill(batch: int, length: int) -> Callable[[Sizes], Made]:
     return make
 
 
-def _step(batch: int) -> Callable[[Sizes], Made]:
+def decode_step(batch: int) -> Callable[[Sizes], Made]:
+    """A layer of Llama on the next token of some texts."""
+
     def make(sizes: Sizes) -> Made:
         library().AttentionInterface.register(GROUPED, grouped_attention)
         config = llama_config(sizes, GROUPED)
@@ -205,8 +207,8 @@ def _layer(make: Callable[[Sizes], Made]) -> Workload:
 TRANSFORMERS: dict[str, Workload] = {
     "llama_prefill_1x2048": _layer(_prefill(1, 2048)),
     "llama_prefill_8x512": _layer(_prefill(8, 512)),
-    "llama_decode_1": _layer(_step(1)),
-    "llama_decode_16": _layer(_step(16)),
+    "llama_decode_1": _layer(decode_step(1)),
+    "llama_decode_16": _layer(decode_step(16)),
     "bert_large_16x512": _layer(_bert),
     "vit_base_32x197": _layer(_vit),
 }
