@@ -46,11 +46,16 @@ def arrays(value):
     return [np.asarray(v.numpy() if hasattr(v, "numpy") else v) for v in values]
 
 
+def assert_written(compiled):
+    assert not [r for r in compiled.plan.refusals if r.code.value in ("writer", "build")]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_module_with_an_empty_tensor_runs_on_the_cpu(name):
     build, shapes = CASES[name]
     mod = module(build, *shapes)
     compiled = tvm_fusion.compile(mod, "llvm", verify=True)
+    assert_written(compiled)
     found = arrays(compiled(*[np.ones(s, "float32") for s in shapes]))
     ty = mod["main"].ret_ty
     fields = ty.fields if isinstance(ty, relax.TupleType) else [ty]
@@ -63,7 +68,7 @@ def test_a_module_with_an_empty_tensor_runs_on_the_cpu(name):
 def test_a_module_with_an_empty_tensor_is_generated_for_a_gpu(name):
     build, shapes = CASES[name]
     compiled = tvm_fusion.compile(module(build, *shapes), "h200")
-    assert not [r for r in compiled.plan.refusals if r.code.value in ("writer", "build")]
+    assert_written(compiled)
 
 
 def test_sums_and_products_of_nothing_are_zero():
@@ -95,3 +100,11 @@ def test_dropping_twice_is_dropping_once():
     build, shapes = CASES["joined"]
     once = DropEmpty()(relax.transform.CanonicalizeBindings()(module(build, *shapes)))
     tvm.ir.assert_structural_equal(DropEmpty()(once), once)
+
+
+def test_no_rows_of_symbolic_length_have_a_kernel_that_writes_nothing():
+    size = tvm.tirx.Var("n", "int64")
+    mod = module(lambda x: op.exp(op.add(x, x)), (0, size))
+    compiled = tvm_fusion.compile(mod, "llvm")
+    assert_written(compiled)
+    assert arrays(compiled(np.ones((0, 5), "float32")))[0].shape == (0, 5)

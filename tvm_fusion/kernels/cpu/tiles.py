@@ -61,7 +61,7 @@ def _pointwise_tile(group: Group) -> list[int | None]:
     for d in reversed(order):
         size = size_of(group.axis(d))
         tile[d] = None if size <= left else max(1, left)
-        left //= size
+        left //= max(size, 1)
         if left <= 1:
             break
     return tile
