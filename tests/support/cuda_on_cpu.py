@@ -18,7 +18,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -39,6 +39,8 @@ from .tools import require
 tirx_build = importlib.import_module("tvm.tirx.build")  # a function of that name hides it
 
 COOPERATIVE = "tirx.use_cooperative_launch"
+SCRATCH = ("tirx.TVMBackendAllocWorkspace", "tirx.TVMBackendFreeWorkspace")
+CPU = tvm.cpu().dlpack_device_type()
 HEADER = "emulator.h"  # device.h and mma.h in one
 EMULATOR = Path(__file__).parents[1] / "cuda_emulator"
 CACHE = Path(tempfile.gettempdir()) / "tvm_fusion_cuda_on_cpu"
@@ -64,14 +66,15 @@ CUDA = tvm.target.Target(
 
 @dataclass(frozen=True)
 class Lowered:
-    """A kernel after lowering: its host function, its CUDA source, and how it is launched; and the
-    versions of it that calls of other sizes launch.
+    """A kernel after lowering: its host function, its CUDA source, how it is launched, the bytes of
+    its largest scratch, and the versions of it that calls of other sizes launch.
     """
 
     host: tvm.IRModule
     source: str
     kernel: str
     launch_params: tuple[str, ...]
+    scratch_bytes: int = 0
     versions: tuple["Lowered", ...] = ()
 
 
@@ -87,14 +90,15 @@ def lower(func: tirx.PrimFunc) -> Lowered:
     with CUDA:
         host, devices = tirx_build.split_host_device_mods(passes(mod))
         ((target, device),) = devices.items()
-        host, found = finish_host()(_without_device(host)), []
+        host, scratch = _with_host_scratch(finish_host()(_without_device(host)))
+        found = []
         for name, kernel in device.functions.items():
             alone = finish_device()(tvm.IRModule({name: kernel}, attrs=device.attrs))
             alone = launched_early(alone, CUDA, ["main"] if is_to_be_early(func) else [])
             source = tirx_build.codegen_build(alone, target).inspect_source()
             ((_, kernel),) = alone.functions.items()
             launch_params = tuple(str(p) for p in kernel.attrs["tirx.kernel_launch_params"])
-            found.append(Lowered(host, source, name.name_hint, launch_params))
+            found.append(Lowered(host, source, name.name_hint, launch_params, scratch))
     return replace(found[0], versions=tuple(found[1:]))
 
 
@@ -180,9 +184,26 @@ def _without_device(host: tvm.IRModule) -> tvm.IRModule:
         return tvm.ir.StringImm(value)
 
     tvm_ffi.register_global_func("tests.no_device", lambda *args: 0, override=True)
-    host = tirx.transform.SkipAssert()(host)
+    return _mapped(tirx.transform.SkipAssert()(host), tvm.ir.StringImm, rename)
+
+
+def _with_host_scratch(host: tvm.IRModule) -> tuple[tvm.IRModule, int]:
+    """The host module with scratch of its own, and the most bytes of one."""
+    sizes = [0]
+
+    def on_host(call: tvm.ir.Call) -> tvm.ir.Call:
+        if not isinstance(call.op, tvm.ir.Op) or call.op.name not in SCRATCH:
+            return call
+        if call.op.name == SCRATCH[0]:
+            sizes.append(int(call.args[2]))
+        return tvm.ir.Call(call.op, [tirx.const(CPU, "int32"), *call.args[1:]], ret_ty=call.ty)
+
+    return _mapped(host, tvm.ir.Call, on_host), max(sizes)
+
+
+def _mapped(host: tvm.IRModule, kind: type, rule: Callable) -> tvm.IRModule:
     body = {
-        var: func.with_body(tvm_ffi.structural_map(func.body, [(tvm.ir.StringImm, rename)]))
+        var: func.with_body(tvm_ffi.structural_map(func.body, [(kind, rule)]))
         for var, func in host.functions.items()
     }
     return tvm.IRModule(body, attrs=host.attrs)
@@ -224,10 +245,17 @@ def _launch(
     dynamic = shape.pop("tirx.use_dyn_shared_memory", 0)
     if shape:
         raise NotImplementedError(f"launch parameters {sorted(shape)}")
+    ranges = [(t.data_ptr(), _nbytes(t)) for t in tensors]
     numbers = [_number(a) for a in args[:count]]
+    scratch, known = [], {low for low, _ in ranges}
+    for n, value in enumerate(numbers):
+        if isinstance(value, ctypes.c_void_p) and value.value not in known:
+            scratch.append(np.full(lowered.scratch_bytes, 0xFF, "uint8"))
+            numbers[n] = ctypes.c_void_p(scratch[-1].ctypes.data)
+            ranges.append((scratch[-1].ctypes.data, lowered.scratch_bytes))
     pointers = (ctypes.c_void_p * count)(*(_argument(a) for a in numbers))
-    lows = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
-    bytes_of = (ctypes.c_longlong * len(tensors))(*(_nbytes(t) for t in tensors))
+    lows = (ctypes.c_void_p * len(ranges))(*(low for low, _ in ranges))
+    bytes_of = (ctypes.c_longlong * len(ranges))(*(size for _, size in ranges))
     grid = (ctypes.c_uint * 8)(*sizes, cluster, dynamic)
     library = _library(translated(lowered))
     library.begin_with(0xFF if watch is None else watch.fill, -1 if seed is None else seed)
@@ -237,7 +265,7 @@ def _launch(
         for tensor, counts in zip(watched, watch.counts, strict=True):
             low, table = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_void_p(counts.ctypes.data)
             library.watch(low, ctypes.c_longlong(_nbytes(tensor)), table)
-    error = library.run(pointers, lows, bytes_of, len(tensors), grid)
+    error = library.run(pointers, lows, bytes_of, len(ranges), grid)
     return None if error is None else EmulationError(error.decode())
 
 

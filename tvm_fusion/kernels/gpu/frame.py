@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -58,6 +58,7 @@ class Frame:
     buffers : flat view of each parameter (None for numbers passed by value).
     numbers : the new variables of numbers passed by value, by the program's.
     block, thread, rank : index in the grid (of clusters), in the block, and in the cluster.
+    scratch : global memory that is the launch's own.
     func : the finished PrimFunc, once the frame is closed.
     """
 
@@ -66,12 +67,21 @@ class Frame:
     block: Expr | None = None
     thread: Expr | None = None
     rank: Expr | None = None
+    scratch: list[Var] = field(default_factory=list)
     func: tirx.PrimFunc | None = None
 
 
 @contextmanager
-def kernel_frame(program: Program, grid: Extent, threads: int, cluster: int = 1) -> Iterator[Frame]:
-    """Opens a TIRx kernel with the parameters of `program`; `grid` counts clusters."""
+def kernel_frame(
+    program: Program,
+    grid: Extent,
+    threads: int,
+    cluster: int = 1,
+    scratch: Sequence[tuple[int, str]] = (),
+) -> Iterator[Frame]:
+    """Opens a TIRx kernel with the parameters of `program`; `grid` counts clusters. `scratch` says
+    how many elements of which type.
+    """
     if isinstance(grid, int) and grid * cluster > GRID_LIMIT:
         raise Unsupported(f"a grid of {grid * cluster} blocks")
     frame = Frame()
@@ -82,6 +92,8 @@ def kernel_frame(program: Program, grid: Extent, threads: int, cluster: int = 1)
         sizes = set(variables(*shapes))
         args = [_declare(param, frame, sizes) for param in program.params]
         T.func_attr({"tirx.noalias": True})
+        for count, dtype in scratch:
+            frame.scratch.append(T.alloc_buffer((count,), dtype, scope="global"))
         T.device_entry()
         frame.block = T.cta_id([blocks if isinstance(blocks, int) else convert(blocks, "int32")])
         if cluster > 1:

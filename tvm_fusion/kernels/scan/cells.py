@@ -69,16 +69,16 @@ class Cells:
     def __init__(self, program: Program, config: ScanConfig, frame: Frame) -> None:
         self.program, self.config, self.frame = program, config, frame
         self.analyzer = program.analyzer()
-        self.turns = -(-program.columns // config.chunk)
-        self.whole = self.turns * config.chunk == program.columns
+        self.turns = -(-program.columns // config.turn)
+        self.whole = self.turns * config.turn == program.columns
         self.in_runs = program.columns % config.width == 0  # no thread is beyond the end in part
         inner = config.threads if config.along else config.rows
         near, far = (T.Bind(f(frame.thread, inner)) for f in (T.truncmod, T.truncdiv))
         place, side = (near, far) if config.along else (far, near)
-        self.at = Place(config, frame.thread, place, side, self.turns > 1)
+        self.at = Place(config, frame, place, side, self.turns > 1)
         self.exists: Expr | None = None
         self.scopes = [self._scope(row) for row in self._rows()]
-        self.count = config.width * config.vector
+        self.count = config.width * config.lines
         self.loads = self._loads()
         self.here = {var: T.alloc_local((self.count,), d) for var, d in self.loads.items()}
         self.ahead = self.here
@@ -192,10 +192,18 @@ class Cells:
         end = constant(self.program.columns - 1, self.program.index_dtype)
         return T.Bind(tirx.Min(column, end)), T.Bind(column <= end)
 
-    def _run(self, turn: Expr) -> list[tuple[Expr, Expr | None]]:
+    def _first_chunk(self, turn: Expr) -> Expr:
+        """Of the block, in a turn; those of a row's blocks follow each other."""
+        index = self.program.index_dtype
+        number = convert(turn, index)
+        if self.config.blocks > 1:
+            number = number * self.config.blocks + convert(self.frame.rank, index)
+        return number * self.config.runs
+
+    def _run(self, chunk: Expr) -> list[tuple[Expr, Expr | None]]:
         """A thread's consecutive columns within the row, and whether each is one."""
-        turn, place = (convert(x, self.program.index_dtype) for x in (turn, self.at.place))
-        first = T.Bind((turn * self.config.threads + place) * self.config.width)
+        place = convert(self.at.place, self.program.index_dtype)
+        first = T.Bind((chunk * self.config.threads + place) * self.config.width)
         width = self.config.width
         if not self.in_runs:
             return [self._column(first + k) for k in range(width)]
@@ -215,7 +223,9 @@ class Along(Cells):
         super().__init__(program, config, frame)
 
     def _places(self, turn: Expr) -> list[Spot]:
-        return [Spot(0, column, valid) for column, valid in self._run(turn)]
+        first = self._first_chunk(turn)
+        runs = [self._run(first + run) for run in range(self.config.runs)]
+        return [Spot(0, column, valid) for run in runs for column, valid in run]
 
     def _loads(self) -> dict[Var, str]:
         vectors = {var: vector.element.dtype for var, vector in self.elements.items()}
@@ -227,21 +237,26 @@ class Along(Cells):
 
     def _load(self, places: list[Spot]) -> None:
         super()._load(places)
-        scope, width, start = self.scopes[0], self.config.width, places[0].column
-        for tile in self.program.tiles if self.by_vectors else ():
-            piece = piece_bytes(tile.offset, tile.dtype, width, self.analyzer)
-            load_tile(scope, tile, start, (self.ahead[tile.var], 0), width, piece)
-        for var, vector in self.elements.items():
-            load_element(scope, vector, start, (self.ahead[var], 0), width)
+        scope, width = self.scopes[0], self.config.width
+        for first in range(0, len(places), width):
+            start = places[first].column
+            for tile in self.program.tiles if self.by_vectors else ():
+                piece = piece_bytes(tile.offset, tile.dtype, width, self.analyzer)
+                load_tile(scope, tile, start, (self.ahead[tile.var], first), width, piece)
+            for var, vector in self.elements.items():
+                load_element(scope, vector, start, (self.ahead[var], first), width)
 
     def store(self, output: Output, cells: list[Cell], values: list[Expr]) -> None:
         """What an output is at the cells."""
         if not self.by_vectors or output.place is not None:
             super().store(output, cells, values)
             return
-        piece = piece_bytes(output.offset, output.dtype, len(values), self.analyzer)
-        with self.where(cells[0].valid):
-            store_vector(self.scopes[0], output, cells[0].column, values, piece)
+        width = self.config.width
+        piece = piece_bytes(output.offset, output.dtype, width, self.analyzer)
+        for first in range(0, len(cells), width):
+            cell, part = cells[first], values[first : first + width]
+            with self.where(cell.valid):
+                store_vector(self.scopes[0], output, cell.column, part, piece)
 
 
 class Across(Cells):
@@ -253,7 +268,7 @@ class Across(Cells):
         super().__init__(program, config, frame)
 
     def _places(self, turn: Expr) -> list[Spot]:
-        run = self._run(turn)
+        run = self._run(self._first_chunk(turn))
         return [Spot(row, *column) for row in range(self.config.vector) for column in run]
 
     def _vectors(self) -> Container[Var]:
@@ -350,7 +365,7 @@ class Staged(Cells):
 
     def _places(self, turn: Expr) -> list[Spot]:
         inner, found = self.config.staged, []
-        start = T.Bind(convert(turn, self.program.index_dtype) * self.config.chunk)
+        start = T.Bind(self._first_chunk(turn) * self.config.chunk)
         for k, element in enumerate(self.within):
             place = element if inner == 1 else T.truncdiv(element, inner)
             column = self._column(start + convert(place, self.program.index_dtype))

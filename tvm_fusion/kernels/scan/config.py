@@ -4,12 +4,13 @@ Where columns are neighbours in memory, the threads of a row are neighbours in a
 vector each. Where rows are, a thread takes a vector of rows at a run of columns, and its neighbours
 further rows; the fewer rows there are, the more walkers share them. Where there are no vectors
 along a row, or a few rows lie between each other, elements are computed as they lie in memory and
-change hands in shared memory, where each thread scans consecutive columns.
+change hands in shared memory, where each thread scans consecutive columns. Long rows of which
+there are too few to keep each multiprocessor busy are shared by several blocks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...config import HardwareProfile
 
@@ -34,6 +35,18 @@ _LINES = ((4, 4), (2, 4), (1, 0.7), (0.5, 0.7), (0.25, 0.6), (0.125, 0))
 threads of blocks are the fastest, or nearly, of 12 configurations each of 10 drawn programs (H200,
 2026-11-27)."""
 BLOCK_OF_WALKERS = 512
+LONG = 1 << 14
+"""Columns from which on blocks that are few share rows that are neighbours. An estimate."""
+SHARED_TURNS = 4
+"""Turns of one block from which on several share a row: a barrier of all blocks takes as long as
+one or two (2 us a step of a recurrence on an H200)."""
+SHARED_THREADS = 512
+"""Of a block that shares a row in several turns: with 128 registers a thread."""
+SHARED_BYTES = 128
+"""Of a thread and turn then, so that there are few turns. An estimate."""
+SHARED_ELEMENTS = 32
+"""Of a thread and turn, where they are loaded one by one; half as many where each has a row of its
+own (of 32, 512 threads spill 144 bytes each)."""
 STAGED_BYTES = 64
 """Rows that are neighbours are scanned through shared memory if they have no more bytes."""
 
@@ -51,6 +64,9 @@ class ScanConfig:
     vector : neighbouring rows of a thread, loaded and stored together.
     staged : 0, or how many rows are neighbours in memory whose elements change hands in shared
         memory; 1 where columns are.
+    runs : of `width` columns of a thread in each turn, each as far from the next as the threads of
+        the row reach; more than 1 only in vectors along a row.
+    blocks : that share a row, side by side in each turn.
     """
 
     threads: int
@@ -59,6 +75,8 @@ class ScanConfig:
     along: bool
     vector: int = 1
     staged: int = 0
+    runs: int = 1
+    blocks: int = 1
 
     @property
     def block(self) -> int:
@@ -67,8 +85,18 @@ class ScanConfig:
 
     @property
     def chunk(self) -> int:
-        """Columns of a turn."""
+        """Columns of a run of a block."""
         return self.threads * self.width
+
+    @property
+    def turn(self) -> int:
+        """Columns of a turn, of all blocks that share a row."""
+        return self.chunk * self.runs * self.blocks
+
+    @property
+    def lines(self) -> int:
+        """Runs of columns that a thread scans at once, each by itself."""
+        return self.vector * self.runs
 
     @property
     def in_warp(self) -> int:
@@ -88,7 +116,7 @@ class ScanConfig:
     @property
     def partials(self) -> int:
         """Slots of partial results in shared memory."""
-        return self.rows * self.vector * self.pitch if self.parts > 1 else 0
+        return self.rows * self.lines * self.pitch if self.parts > 1 else 0
 
     @property
     def staging(self) -> int:
@@ -109,6 +137,7 @@ class Shape:
     beside : what the number of rows that are neighbours is known to be a multiple of.
     narrow : bytes of the smallest element.
     point : bytes that are read of a point.
+    known : whether the number of rows is.
     """
 
     rows: int
@@ -117,6 +146,7 @@ class Shape:
     beside: int
     narrow: int
     point: int
+    known: bool = True
 
 
 def best_config(shape: Shape, hw: HardwareProfile) -> ScanConfig:
@@ -130,7 +160,27 @@ def configs(shape: Shape, hw: HardwareProfile) -> list[ScanConfig]:
     if is_staged(shape):
         found += _staged(shape, hw)
     found += _along(shape, hw) if shape.inner == 1 else _across(shape, hw)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(c for base in found for c in (*_shared(base, shape, hw), base)))
+
+
+def _shared(config: ScanConfig, shape: Shape, hw: HardwareProfile) -> list[ScanConfig]:
+    """What a configuration is with several blocks a row, all of which run at once."""
+    groups = -(-shape.rows // (config.rows * config.vector))
+    turns, most = -(-shape.columns // config.turn), hw.num_sms // groups
+    if not shape.known or turns < SHARED_TURNS or most < 2:
+        return []
+    if turns <= most:
+        return [replace(config, blocks=turns)]
+    threads = config.threads
+    while threads * config.rows > SHARED_THREADS:
+        threads //= 2
+    config = replace(config, threads=threads, blocks=most)
+    needed = _power(-(-shape.columns // config.turn))
+    if config.along and not config.staged:
+        return [replace(config, runs=min(needed, SHARED_BYTES // (config.width * shape.narrow)))]
+    most = SHARED_ELEMENTS // (2 if config.staged > 1 else 1)
+    wider = min(needed, most // (config.width * config.vector))
+    return [replace(config, width=config.width * wider)]
 
 
 def is_staged(shape: Shape) -> bool:
@@ -192,6 +242,8 @@ def _across(shape: Shape, hw: HardwareProfile) -> list[ScanConfig]:
         side = max(1, int(lines * LINE) // (vector * shape.narrow))
         side = min(side, _power(-(-shape.rows // vector)), 4 * WARP)
         blocks = -(-shape.rows // (side * vector))
+        if shape.known and shape.columns >= LONG:
+            blocks *= max(1, hw.num_sms // blocks)  # which share rows
         if blocks >= fewest * hw.num_sms and (lines <= 2 or vector == 1):
             found.append(_walkers(shape, hw, side, vector))
     return found

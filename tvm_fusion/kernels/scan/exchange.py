@@ -6,28 +6,32 @@
 
 Threads of a row that are neighbours pass theirs on by shuffles, and warps through shared memory.
 Where rows are neighbours, the walkers of a warp do, and warps of walkers meet in shared memory,
-where a warp scans what they left there.
+where a warp scans what they left there. Blocks that share a row leave what theirs comes to in
+global memory, wait for all, and each combines what the others left, in one order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 from tvm import tirx
-from tvm.ir import Expr
+from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ..gemm.mma.units import warp_sync
 from ..gpu import intrinsics as device
-from ..gpu.frame import then
-from ..program.expr import constant, convert
+from ..gpu.frame import Frame, then
+from ..gpu.memory import shared_pool
+from ..program.expr import bytes_of, constant, convert
 from ..program.program import COMBINE, ReduceKind, Scan
 from .config import FEW_PARTS, WARP, ScanConfig
 
 ALL_LANES = 0xFFFFFFFF
+MOST_STATIC = 40 << 10
+"""Bytes of shared memory that a kernel declares beside what its threads tell one another."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,10 +39,15 @@ class Place:
     """Where a thread stands: at which columns (`place`) of which row of the block (`side`)."""
 
     config: ScanConfig
-    thread: Expr
+    frame: Frame
     place: Expr
     side: Expr
     several_turns: bool
+
+    @property
+    def thread(self) -> Expr:
+        """In the block."""
+        return self.frame.thread
 
 
 def combination(scan: Scan) -> Callable[[Expr, Expr], Expr]:
@@ -60,13 +69,23 @@ def neutral(scan: Scan) -> Expr:
     return (tirx.min_value if lowest else tirx.max_value)(scan.dtype)
 
 
-class Exchange:
-    """One scan along the columns of `vector` rows of a thread."""
+def slots_left(config: ScanConfig) -> int:
+    """Slots of a scan for what blocks of the same rows come to, in two turns."""
+    return 2 * config.rows * config.vector * config.blocks
 
-    def __init__(self, scan: Scan, at: Place) -> None:
+
+class Exchange:
+    """One scan along the columns of `vector` rows of a thread.
+
+    Parameters
+    ----------
+    left : where blocks that share a row leave what theirs comes to (`slots_left`).
+    """
+
+    def __init__(self, scan: Scan, at: Place, left: Var | None) -> None:
         self.scan, self.at, self.config = scan, at, at.config
         self.combine, self.neutral = combination(scan), neutral(scan)
-        self.rows = self.config.vector
+        self.rows, self.lines, self.left = self.config.vector, self.config.lines, left
         self.carry = T.alloc_local((self.rows,), scan.dtype)
         for row in range(self.rows):
             T.buffer_store(self.carry, self.neutral, [row])
@@ -83,10 +102,10 @@ class Exchange:
             T.buffer_store(values, element, [n])
             if n % width:
                 T.buffer_store(values, combine(values[n - 1], values[n]), [n])
-        totals = [T.Bind(values[row * width + width - 1]) for row in range(self.rows)]
+        totals = [T.Bind(values[line * width + width - 1]) for line in range(self.lines)]
         found: list[Expr] = []
-        for row, before in enumerate(self._before(turn, totals)):
-            own = [values[row * width + k] for k in range(width)]
+        for line, before in enumerate(self._before(turn, totals)):
+            own = [values[line * width + k] for k in range(width)]
             if self.scan.exclusive:
                 found += [before, *(T.Bind(combine(before, value)) for value in own[:-1])]
             else:
@@ -94,15 +113,58 @@ class Exchange:
         return found
 
     def _before(self, turn: Expr, totals: list[Expr]) -> list[Expr]:
-        """What stands before a thread's columns; what all come to is carried on."""
+        """What stands before each of a thread's runs; what all come to is carried on."""
         pairs = [self._in_warp(total) for total in totals]
         if self.partials:
             pairs = self._among_warps(turn, pairs)
-        found = []
-        for row, (left, whole) in enumerate(pairs):
-            found.append(T.Bind(self.combine(self.carry[row], left)))
+        runs, found = self.config.runs, []
+        wholes = [pairs[row * runs][1] for row in range(self.rows)]
+        for row in range(self.rows):
+            for _, whole in pairs[row * runs + 1 : (row + 1) * runs]:
+                wholes[row] = T.Bind(self.combine(wholes[row], whole))
+        others = self._among_blocks(turn, wholes) if self.config.blocks > 1 else None
+        for row in range(self.rows):
+            before, whole = self.carry[row], wholes[row]
+            if others is not None:
+                earlier, whole = others[row]
+                before = T.Bind(self.combine(before, earlier))
+            for left, own in pairs[row * runs : (row + 1) * runs]:
+                found.append(T.Bind(self.combine(before, left)))
+                before = T.Bind(self.combine(before, own)) if runs > 1 else before
             if self.at.several_turns:
                 T.buffer_store(self.carry, self.combine(self.carry[row], whole), [row])
+        return found
+
+    def _among_blocks(self, turn: Expr, wholes: list[Expr]) -> list[tuple[Expr, Expr]]:
+        """What earlier blocks of each row come to, and all of them; the threads of a row in a warp
+        look at some each.
+        """
+        config, rank = self.config, self.at.frame.rank
+        count, blocks = config.in_warp, config.blocks
+        first = self.at.frame.block * slots_left(config)
+        if self.at.several_turns:  # one set is read while the next is written
+            first = first + convert(T.truncmod(turn, 2), "int32") * (slots_left(config) // 2)
+        slots = [
+            T.Bind(first + (self.at.side * self.rows + row) * blocks) for row in range(self.rows)
+        ]
+        with then(tirx.EQ(self.at.place, 0)):
+            for slot, whole in zip(slots, wholes, strict=True):
+                T.buffer_store(self.left, whole, [slot + rank])
+        T.evaluate(T.cuda.grid_sync())
+        own, found = T.Bind(T.truncmod(self.at.place, count)), []
+        for slot in slots:
+            both = T.alloc_local((2,), self.scan.dtype)
+            for n in range(2):
+                T.buffer_store(both, self.neutral, [n])
+            for start in range(0, blocks, count):
+                other = T.Bind(own + start)
+                inside = None if start + count <= blocks else other < blocks
+                with nullcontext() if inside is None else then(inside):
+                    term = T.Bind(self.left[slot + other])
+                    with then(other < rank):
+                        T.buffer_store(both, self.combine(both[0], term), [0])
+                    T.buffer_store(both, self.combine(both[1], term), [1])
+            found.append(tuple(self._in_warp(T.Bind(both[n]))[1] for n in range(2)))
         return found
 
     def _in_warp(self, total: Expr) -> tuple[Expr, Expr]:
@@ -136,14 +198,14 @@ class Exchange:
             first = T.Bind(convert(T.truncmod(turn, 2), "int32") * self.partials)
         publishes = tirx.EQ(T.truncmod(self.at.place, each), each - 1) if each > 1 else None
         slots = [
-            T.Bind(first + (self.at.side * self.rows + row) * config.pitch)
-            for row in range(self.rows)
+            T.Bind(first + (self.at.side * self.lines + line) * config.pitch)
+            for line in range(self.lines)
         ]
         with nullcontext() if publishes is None else then(publishes):
             for slot, (_, whole) in zip(slots, pairs, strict=True):
                 T.buffer_store(self.memory, whole, [slot + part])
         T.evaluate(T.cuda.cta_sync())
-        if config.parts * self.rows > FEW_PARTS:
+        if config.parts * self.lines > FEW_PARTS:
             self._scan_partials(first)
             find = self._scanned
         else:
@@ -167,7 +229,7 @@ class Exchange:
     def _scan_partials(self, first: Expr | int) -> None:
         """The lanes of a warp scan the partial results of rows in their places."""
         config, lanes, mask = self.config, self.config.parts, T.uint32(ALL_LANES)
-        at_once, rows = config.block // lanes, config.rows * self.rows
+        at_once, rows = config.block // lanes, config.rows * self.lines
         lane, own = (T.Bind(f(self.at.thread, lanes)) for f in (T.truncmod, T.truncdiv))
         for start in range(0, rows, at_once):
             row = own + start
@@ -195,6 +257,21 @@ class Exchange:
         return T.Bind(before[0]), T.Bind(self.memory[slot + (self.config.parts - 1)])
 
 
+def staged_bytes(config: ScanConfig, dtypes: Iterable[str]) -> int:
+    """Bytes of shared memory through which elements of these types change hands."""
+    return sum(config.staging * bytes_of(dtype) for dtype in dtypes)
+
+
+def _memory(count: int, dtypes: list[str]) -> dict[str, Var]:
+    """Shared memory for `count` elements of each type."""
+    if sum(count * bytes_of(dtype) for dtype in dtypes) <= MOST_STATIC:
+        return {dtype: T.alloc_shared((count,), dtype) for dtype in dtypes}
+    pool = shared_pool()
+    found = {dtype: pool.alloc((count,), dtype, align=16, layout=None) for dtype in dtypes}
+    pool.commit()
+    return found
+
+
 class Staging:
     """Shared memory in which the elements of a block change hands: each thread computes those that
     lie beside its neighbours' in memory, and scans consecutive columns.
@@ -213,7 +290,7 @@ class Staging:
         group = config.threads * self.pitch  # of as many rows as are neighbours
         self.group = group
         groups = config.rows // self.inner
-        self.memory = {dtype: T.alloc_shared((groups * group,), dtype) for dtype in sorted(dtypes)}
+        self.memory = _memory(groups * group, sorted(dtypes))
         own, column = T.truncdiv(at.side, self.inner), T.truncmod(at.side, self.inner)
         self.mine = T.Bind(own * group + at.place * self.pitch + column)
 

@@ -5,7 +5,13 @@ to, and what is carried from turn to turn stands before them.
         compute the bodies, load those of the next turn; values[l] = values[l - 1] + body
         before = carry + those of the threads to the left        shuffles, shared memory
         carry  = carry + those of all
-        scan   = before + values[l]; compute and store the outputs
+            scan   = before + values[l]; compute and store the outputs
+
+Few long rows are shared by blocks that all run at once: the launch is cooperative, and `before` and
+`carry` count what the row's other blocks come to, which each leaves in global memory in front of a
+barrier of the grid. Memory is gone through once, and the order of sums does not depend on which
+block is first (Merrill and Garland, Single-pass Parallel Prefix Scan with Decoupled Look-back,
+2016, do not wait for all, and add in the order of arrival).
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from tvm.script import tirx as T
 
 from ...errors import Unsupported
 from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT
+from ...ir.graph import COOPERATIVE_ATTR
 from ..forms import Form, Ranked, Writer
 from ..gpu.closed_forms import closed_forms
 from ..gpu.frame import Frame, kernel_frame, then
@@ -27,7 +34,7 @@ from ..program.narrow import narrow_indices
 from ..program.program import Extent, Output, Program
 from .cells import Staged, cells_of
 from .config import ScanConfig, Shape, configs
-from .exchange import Exchange
+from .exchange import Exchange, slots_left, staged_bytes
 from .problem import read_scans
 
 if TYPE_CHECKING:
@@ -58,6 +65,7 @@ def shape_of(program: Program) -> Shape:
         beside=max(1, beside),
         narrow=min(sizes),
         point=max(1, sum(bytes_of(item.dtype) for item in loads)),
+        known=isinstance(program.row_count, int),
     )
 
 
@@ -80,18 +88,29 @@ def emit_scan(program: Program, hw: HardwareProfile, config: ScanConfig) -> tirx
     """
     if config.block > hw.max_threads_per_block:
         raise Unsupported(f"blocks of {config.block} threads")
+    staged = staged_bytes(config, {scan.dtype for scan in program.scans})
+    if staged > hw.smem_per_block_bytes:
+        raise Unsupported(f"{staged} bytes of shared memory")
     program = closed_forms(narrow_indices(program))
     grid = _grid(program.row_count, config)
-    with (
-        kernel_frame(program, grid, config.block) as frame,
-        _if_rows_exist(program, config, frame),
-    ):
+    if config.blocks == 1:
+        with (
+            kernel_frame(program, grid, config.block) as frame,
+            _if_rows_exist(program, config, frame),
+        ):
+            _emit_turns(program, config, frame)
+        return frame.func
+    left = [(grid * slots_left(config), scan.dtype) for scan in program.scans]
+    with kernel_frame(program, grid * config.blocks, config.block, scratch=left) as frame:
+        block = frame.block
+        frame.rank = T.Bind(T.truncmod(block, config.blocks))
+        frame.block = T.Bind(T.truncdiv(block, config.blocks))
         _emit_turns(program, config, frame)
-    return frame.func
+    return frame.func.with_attr(COOPERATIVE_ATTR, True)
 
 
 def _grid(rows: Extent, config: ScanConfig) -> Extent:
-    """Blocks; one where a symbolic number of rows is 0."""
+    """Groups of rows; one where a symbolic number of rows is 0."""
     block = config.rows * config.vector
     if isinstance(rows, int):
         return -(-rows // block)
@@ -117,7 +136,10 @@ def _emit_turns(program: Program, config: ScanConfig, frame: Frame) -> None:
     for scope in layout.scopes:
         scope.prepare_values([*bodies, *values])
         prepared.append([[scope.prepare(expr) for expr in part] for part in (bodies, values)])
-    exchanges = [Exchange(scan, layout.at) for scan in program.scans]
+    left = frame.scratch or [None] * len(program.scans)
+    exchanges = [
+        Exchange(scan, layout.at, place) for scan, place in zip(program.scans, left, strict=True)
+    ]
     slots = layout.slots() if isinstance(layout, Staged) else []
     layout.start()
     with T.serial(layout.turns) as turn:

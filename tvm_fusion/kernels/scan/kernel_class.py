@@ -32,6 +32,10 @@ from .kernel import WRITER
 BASE_REGISTERS = 24
 """For places, pointers and the exchange (ptxas: 28 to 40 in scans of one input and output)."""
 
+GRID_BARRIER = 16
+"""Exchanges of a block that one of all blocks takes as long as (recurrences that all
+multiprocessors of an H200 share: 2 us a step, with its products)."""
+
 
 class ScanClass(Family):
     """See the module docstring.
@@ -138,13 +142,16 @@ def _find_shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
     sizes, read = element_sizes(found, elements), bytes_a_point(found, elements)
     inner, beside = _neighbours(group)
     point, narrow = max(1, round(read)), min(sizes, default=2)
-    config = best_config(ScanShape(fit.rows, fit.columns, inner, beside, narrow, point), hw)
+    anchor = next(b for b in group.blocks if b.scanned is not None)
+    known = all(isinstance(n, int) for n in anchor.extents(anchor.spatial))
+    config = best_config(ScanShape(fit.rows, fit.columns, inner, beside, narrow, point, known), hw)
     scans = sum(b.scanned is not None for b in group.blocks)
-    turns, cells = math.ceil(fit.columns / config.chunk), config.width * config.vector
+    turns, cells = math.ceil(fit.columns / config.turn), config.width * config.lines
+    waits = turns * scans * (1 if config.blocks == 1 else GRID_BARRIER)
     vectors = config.along and not config.staged and fit.columns % config.width == 0
     registers = BASE_REGISTERS + live_values(group) + cells * (scans + read / 4)
     return Shape(
-        blocks=float(math.ceil(fit.rows / (config.rows * config.vector))),
+        blocks=float(math.ceil(fit.rows / (config.rows * config.vector)) * config.blocks),
         threads=config.block,
         width=config.width if vectors else config.vector,
         points=float(cells),
@@ -152,8 +159,8 @@ def _find_shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
         smem_bytes=(scans * config.partials * 2 + config.staging) * 4,
         flight_bytes=float(cells * read),
         rounds=float(turns),
-        exchanges=float(turns * scans),
-        shuffles=turns * scans * config.vector * math.log2(config.in_warp),
+        exchanges=float(waits),
+        shuffles=turns * scans * config.lines * math.log2(config.in_warp),
     )
 
 

@@ -4,12 +4,7 @@ scans compute.
     R.cumsum(x, 1), x: (m, n)      S[i, j] = sum over k < n of (k <= j ? x[i, k] : 0)
 
 What stands before and behind can be fused with such a block (`kernels.scan`), which goes once
-through each row. Few long rows fill no device: they are taken apart, and what the parts before
-come to is added to the scan of each.
-
-    R.cumsum(x, 1), x: (2, 1000000)      parts = R.reshape(x, (2, 64, 15625)), padded
-                                         before = exclusive R.cumsum(R.sum(parts, 2), 1)
-                                         R.add(before, R.cumsum(parts, 2))
+through each row.
 
 What TVM has no operator for is a function of loops, which says of itself which scan it is; where
 it also tells places, these are the largest so far of the places at which an extremum stands.
@@ -17,8 +12,7 @@ it also tells places, these are the largest so far of the places at which an ext
 TVM's own kernels give wrong numbers on an H200 (products, and sums along other axes than the last
 one), or read what other threads of a warp write without waiting for them.
 
-Sums of halves are taken in float32. A symbolic number of rows is taken for many. Does not handle:
-axes of symbolic length.
+Sums of halves are taken in float32. Does not handle: axes of symbolic length.
 """
 
 from __future__ import annotations
@@ -35,13 +29,6 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from ...ir.blocks import log_add
 from ..functions.functions import rewrite_functions, static_shape, where_changed
 
-ROWS = 128
-"""Rows that fill a device, each a block; where rows are neighbours in memory, `SIDE` times as many.
-An estimate: a block of 1024 threads for nearly every multiprocessor of an H200."""
-SIDE = 4
-SHORTEST_PART = 2048
-"""Elements: shorter rows are walked through in less time than two more launches take. Where rows
-are neighbours, a quarter."""
 WIDER = {"float16": "float32", "bfloat16": "float32"}
 
 
@@ -121,45 +108,9 @@ class _Opener(PyExprMutator):
     def _scanned(
         self, x: relax.Expr, axis: int, name: str, exclusive: bool, dtype: str
     ) -> relax.Expr:
-        """The scan of x along an axis as `dtype`, in parts where that fills the device better."""
-        shape = static_shape(x)
+        """The scan of x along an axis as `dtype`."""
         x = self._cast(x, WIDER.get(dtype, dtype))
-        parts = 1 if shape is None else parts_of(shape, axis)
-        if parts == 1:
-            return self._cast(self._scan(x, axis, name, exclusive), dtype)
-        kind, length = SCANS[name], shape[axis]
-        outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
-        part = -(-length // parts)
-        x = self._emit(op.reshape(x, (outer, length, inner)))
-        if parts * part > length:
-            width = [0, 0, 0, parts * part - length, 0, 0]
-            x = self._emit(op.nn.pad(x, width))  # of any value: nothing of these places is taken
-        x = self._emit(op.reshape(x, (outer, parts, part, inner)))
-        local = self._scan(x, 2, name, exclusive)
-        if kind.reduce is not None:
-            totals = self._emit(kind.reduce(x, [2], keepdims=True))
-        else:
-            local = self._emit(local)
-            totals = self._emit(op.strided_slice(local, [2], [part - 1], [part]))
-        before = self._emit(self._scanned(totals, 1, name, True, str(x.ty.dtype)))
-        whole = self._emit(self._cast(self._emit(self._combined(kind, before, local)), dtype))
-        whole = self._emit(op.reshape(whole, (outer, parts * part, inner)))
-        if parts * part > length:
-            whole = self._emit(op.strided_slice(whole, [1], [0], [length]))
-        return op.reshape(whole, shape)
-
-    def _combined(self, kind: Kind, before: relax.Expr, local: relax.Expr) -> relax.Expr:
-        """What stands before a part with its own scan."""
-        if kind.combine is not None:
-            return kind.combine(before, local)
-
-        def combined(a: te.Tensor, b: te.Tensor) -> te.Tensor:
-            def element(outer, part, k, inner):
-                return kind.step(a(outer, part, 0, inner), b(outer, part, k, inner))
-
-            return te.compute(b.shape, element, name="combined")
-
-        return self.builder_.call_te(combined, before, local)
+        return self._cast(self._scan(x, axis, name, exclusive), dtype)
 
     def _scan(self, x: relax.Expr, axis: int, name: str, exclusive: bool) -> relax.Expr:
         kind = SCANS[name]
@@ -201,15 +152,6 @@ def scanned(x: te.Tensor, axis: int, kind: Kind, exclusive: bool = False) -> te.
     return te.compute(x.shape, element, name="scan")
 
 
-def parts_of(shape: tuple[int, ...], axis: int) -> int:
-    """How many parts of a row are scanned side by side."""
-    rows, length, inner = math.prod(shape) // shape[axis], shape[axis], shape[axis + 1 :]
-    apart = math.prod(inner) == 1
-    wanted = ROWS * (1 if apart else SIDE) // max(1, rows)
-    shortest = SHORTEST_PART if apart else SHORTEST_PART // 4
-    return max(1, min(wanted, length // shortest))
-
-
 class Kind:
     """A scan.
 
@@ -217,19 +159,15 @@ class Kind:
     ----------
     step : what it makes of two elements.
     neutral : what changes nothing, of an element type.
-    combine : `step` as an operator, where there is one.
-    reduce : the reduction of the same kind, where there is one.
-    reducer : that in TE.
+    reducer : `step` in TE.
     """
 
     def __init__(
         self,
         step: Callable[[tirx.PrimExpr, tirx.PrimExpr], tirx.PrimExpr],
         neutral: Callable[[str], tirx.PrimExpr],
-        combine: Callable | None = None,
-        reduce: Callable | None = None,
     ) -> None:
-        self.step, self.neutral, self.combine, self.reduce = step, neutral, combine, reduce
+        self.step, self.neutral = step, neutral
         self.reducer = te.comm_reducer(step, neutral, "combined")
 
 
@@ -246,10 +184,10 @@ def _largest(dtype: str) -> tirx.PrimExpr:
 
 
 SCANS = {
-    "relax.cumsum": Kind(lambda a, b: a + b, _always(0), op.add, op.sum),
-    "relax.cumprod": Kind(lambda a, b: a * b, _always(1), op.multiply, op.prod),
-    "relax.cummax": Kind(lambda a, b: tirx.Max(a, b), _least, op.maximum),
-    "relax.cummin": Kind(lambda a, b: tirx.Min(a, b), _largest, op.minimum),
+    "relax.cumsum": Kind(lambda a, b: a + b, _always(0)),
+    "relax.cumprod": Kind(lambda a, b: a * b, _always(1)),
+    "relax.cummax": Kind(lambda a, b: tirx.Max(a, b), _least),
+    "relax.cummin": Kind(lambda a, b: tirx.Min(a, b), _largest),
     "relax.logcumsumexp": Kind(log_add, _least),
 }
 """By what they are called; TVM has operators of the first two."""
