@@ -27,7 +27,8 @@ HALF, BRAIN, FLOAT, WHOLE = "float16", "bfloat16", "float32", "int64"
 
 def scan(bb, x, axis, name="cumsum", exclusive=False):
     kind = SCANS[f"relax.{name}"]
-    return bb.emit(bb.call_te(lambda x: scanned(x, axis, kind, exclusive), x))
+    made = bb.call_te(lambda x: scanned(x, axis, kind, exclusive), x, primfunc_name_hint="scan")
+    return bb.emit(made)
 
 
 def wide(bb, x):
@@ -247,6 +248,64 @@ def test_a_scan_from_the_other_end_is_one_launch(shape, axis):
     (found,) = run(fuse(backwards(axis), (shape, HALF), (shape, HALF)), x, y, seed=2)
     x, y = x.astype(np.float64), y.astype(np.float64)
     assert_close(found, np.flip(np.flip(np.exp(x), axis).cumsum(axis), axis) * y, HALF)
+
+
+def reshaped(shape, scanned_shape, axis):
+    """Work in one shape before and behind a scan in another."""
+
+    def emit(bb, x, y):
+        before = bb.emit(op.reshape(bb.emit(op.tanh(wide(bb, x))), scanned_shape))
+        found = bb.emit(op.reshape(scan(bb, before, axis), shape))
+        return op.astype(bb.emit(op.multiply(found, wide(bb, y))), HALF)
+
+    return emit
+
+
+RESHAPED = [
+    ((3, 401), (1203,), 0),
+    ((5, 8, 30), (5, 240), 1),
+    ((6, 40), (2, 3, 1, 40), 1),
+    ((4, 36), (4, 12, 3), 1),
+]
+
+
+@pytest.mark.parametrize(("shape", "scanned_shape", "axis"), RESHAPED, ids=str)
+def test_reshapes_before_and_behind_a_scan_are_in_its_launch(shape, scanned_shape, axis):
+    emit = reshaped(shape, scanned_shape, axis)
+    (group,) = groups_of(emit, (shape, HALF), (shape, HALF))
+    assert group.kernel_class == "scan"
+    x, y = drawn(shape, HALF), drawn(shape, HALF) + 1
+    (found,) = run(fuse(emit, (shape, HALF), (shape, HALF)), x, y, seed=3)
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    expected = np.tanh(x).reshape(scanned_shape).cumsum(axis).reshape(shape) * y
+    assert_close(found, expected, HALF)
+
+
+def test_a_reshape_behind_a_symbolic_number_of_rows_is_none_of_the_launch():
+    n = tirx.Var("n", "int64")
+    emit = reshaped((n, 8, 30), (n, 240), 1)
+    made = module(emit, ((n, 8, 30), HALF), ((n, 8, 30), HALF))
+    planned = Planned.of(made, H200.to_target(), H200, load_policy(None))
+    assert [g.kernel_class for g in planned.plan.groups] == ["scan", "view", "pointwise"]
+    written = EmulatedModule.of(planned)
+    assert not written.cuts
+    x = drawn((5, 8, 30), HALF)
+    (found,) = written([x, x])
+    x = x.astype(np.float64)
+    expected = np.tanh(x).reshape(5, 240).cumsum(1).reshape(x.shape) * x
+    assert_close(found, expected, HALF)
+
+
+def test_a_permutation_behind_a_scan_is_another_launch():
+    def emit(bb, x):
+        found = scan(bb, wide(bb, x), 1)
+        return op.tanh(bb.emit(op.permute_dims(found, (0, 2, 1))))
+
+    shape = (8, 4096, 64)
+    groups = groups_of(emit, (shape, HALF))
+    assert [group.kernel_class for group in groups] == ["scan", "transpose"]
+    with pytest.raises(Unsupported, match="read at another point"):
+        read_scans(fuse(emit, (shape, HALF)))
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ the refusals of those that are nothing to it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 
-from ...ir.access import Block, Reduction
+from ...ir.access import Block, Extent, Reduction
+from ...ir.extents import non_unit
 from ...plan.group_view import GroupView, dtype_bytes
 from ...plan.refusal import Refusal, RefusalCode
 
@@ -46,6 +48,20 @@ def refuse_wide_places(group: GroupView, block: Block) -> Refusal | None:
     if widest <= KEY_BYTES:
         return None
     return group.refuse(RefusalCode.REDUCTION, f"{block.name} orders numbers of {widest} bytes")
+
+
+def refuse_other_shape(
+    group: GroupView, shapes: Collection[tuple[Extent, ...]], what: str
+) -> Refusal | None:
+    """An output that has none of the shapes of `what`, axes of one element aside."""
+    for t in group.outputs:
+        writer = group.writer_of[t]
+        if non_unit(writer.extents(writer.spatial)) not in shapes:
+            return group.refuse(
+                RefusalCode.SPACE_MISMATCH,
+                f"output {group.graph.tensors[t].name} has another shape than the {what}",
+            )
+    return None
 
 
 def refuse_small_output(group: GroupView, tensor: int) -> Refusal:

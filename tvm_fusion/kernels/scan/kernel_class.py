@@ -4,8 +4,9 @@ work before, between and behind; each element is read once.
     y[i, j] = exp(sum over k <= j of x[i, k] * w[k]) + z[i, j]
 
 The space is rows x columns, the columns lying along the scanned axis, wherever that is. Blocks
-behind a scan read it at their own point, or, all of them, at that from the other end of the row
-(``x.flip(1).cumsum(1).flip(1)``); what stands before it may be any pointwise work.
+behind a scan read it at their own point, also by way of reshapes, or, all of them, at that from
+the other end of the row (``x.flip(1).cumsum(1).flip(1)``); what stands before it may be any
+pointwise work.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import math
 from ...config import HardwareProfile, Policy
 from ...cost.liveness import live_values
 from ...cost.traffic import Resources, Traffic
-from ...ir.access import Access, Affine, Block
-from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT, assumed, assumed_product
+from ...ir.access import Access, Affine, Block, Extent
+from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT, assumed, assumed_product, non_unit
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import FIXED_SIZES, REDUCES, SCANS, Family, Fit, Needs
 from ..forms import Writer
 from ..group.footprint import evaluations, is_identity, refuse_recompute
-from ..group.roles import refuse_other_row
+from ..group.roles import refuse_other_row, refuse_other_shape
 from ..group.streams import bytes_a_point, element_sizes
 from ..group.traffic import Shape, cuda_resources, cuda_traffic, group_streams
 from .config import Shape as ScanShape
@@ -40,8 +41,9 @@ multiprocessors of an H200 share: 2 us a step, with its products)."""
 class ScanClass(Family):
     """See the module docstring.
 
-    Does not handle: reductions in the same launch, scans along several axes, outputs of another
-    shape than the scans', rows of symbolic length.
+    Does not handle: reductions in the same launch, scans along several axes, outputs of
+    another number of elements than the scans, rows of symbolic length, reshapes behind a symbolic
+    number of rows.
     """
 
     name = "scan"
@@ -57,18 +59,14 @@ class ScanClass(Family):
                 f"{anchor.name} is a scan along an axis of symbolic size",
                 FIXED_SIZES,
             )
-        behind: dict[int, bool] = {}
-        for block in group.blocks:
-            if refusal := _refuse_block(group, block, anchor, behind):
-                return refusal
         space = anchor.extents(anchor.spatial)
-        for t in group.outputs:
-            writer = group.writer_of[t]
-            if writer.extents(writer.spatial) != space:
-                return group.refuse(
-                    RefusalCode.SPACE_MISMATCH,
-                    f"output {group.graph.tensors[t].name} has another shape than the scans",
-                )
+        behind: dict[int, bool] = {}
+        shapes = {non_unit(space)}
+        for block in group.blocks:
+            if refusal := _refuse_block(group, block, anchor, behind, shapes):
+                return refusal
+        if refusal := refuse_other_shape(group, shapes, "scans"):
+            return refusal
         runs = evaluations(group)
         if refusal := refuse_recompute(group, runs, policy):
             return refusal
@@ -87,18 +85,28 @@ class ScanClass(Family):
 
 
 def _refuse_block(
-    group: GroupView, block: Block, anchor: Block, behind: dict[int, bool]
+    group: GroupView,
+    block: Block,
+    anchor: Block,
+    behind: dict[int, bool],
+    shapes: set[tuple[Extent, ...]],
 ) -> Refusal | None:
     """Why a block does not fit; `behind` collects the tensors that a scan is needed for, and
-    whether their rows run backwards.
+    whether their rows run backwards, `shapes` those in which reshapes show them.
     """
     if block.reduction is not None:
         return group.refuse(RefusalCode.REDUCTION, f"{block.name} is a reduction")
     read = [access for access in block.reads if access.tensor in behind]
     if block.scanned is None and not read:
         return None
-    space, axis = anchor.extents(anchor.spatial), anchor.scanned
-    if block.extents(block.spatial) != space or block.scanned not in (None, axis):
+    axis, own_space = anchor.scanned, block.extents(block.spatial)
+    if id(block) in group.reshapes and all(isinstance(n, int) for n in own_space):
+        shapes.add(non_unit(own_space))
+        behind.update((w.tensor, behind[read[0].tensor]) for w in block.writes)
+        return None
+    space = anchor.extents(anchor.spatial)
+    misplaced = block.scanned is not None and (own_space != space or block.scanned != axis)
+    if misplaced or non_unit(own_space) not in shapes:
         return group.refuse(
             RefusalCode.SPACE_MISMATCH,
             f"{block.name} is computed over another shape, or along another axis, than the scan",
@@ -107,7 +115,7 @@ def _refuse_block(
     for number, access in enumerate(read):
         own = behind[access.tensor]
         if not is_identity(block, access):
-            if not _is_flipped(block, access, axis):
+            if own_space != space or not _is_flipped(block, access, axis):
                 return refuse_other_row(group, block, access.tensor)
             own = not own
         if number and own != turned:

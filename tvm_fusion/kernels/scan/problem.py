@@ -8,7 +8,7 @@ from tvm.ir import Expr
 from ...errors import TooDeep, Unsupported
 from ..program.collapse import collapse_axes
 from ..program.definitions import Definition, read_definitions, read_params, shape_of
-from ..program.expr import constant, flatten, linear_form, number, substitute
+from ..program.expr import constant, flatten, linear_form, number, substitute, unflatten
 from ..program.program import Output, Program
 from ..program.resolver import Placeholders, Resolver
 from ..program.space import Space, index_dtype_of, make_space
@@ -74,7 +74,10 @@ def _output(
     name, space = definition.buffer.name, resolver.space
     shape = definition.shape
     if len(shape) != len(anchor.shape) or not all(map(space.equal, shape, anchor.shape)):
-        raise Unsupported(f"{name} {list(definition.shape)} beside scans of {list(anchor.shape)}")
+        if definition.is_part or not space.is_element(shape):
+            raise Unsupported(f"{name} {list(shape)} beside scans of {list(anchor.shape)}")
+        flat = [flatten(axes, anchor.shape, space.index_dtype) for axes in ways]
+        ways = tuple(unflatten(at, shape, space.analyzer) for at in flat)
     axes, turned = ways
     try:
         value = resolver.read(definition.buffer, axes, None)

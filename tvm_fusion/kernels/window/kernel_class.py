@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from ...config import HardwareProfile, Policy
 from ...cost.analytic import estimate
 from ...cost.traffic import Resources, Traffic
-from ...ir.access import Access, Affine, Block, Extent
-from ...ir.extents import assumed_product
+from ...ir.access import Access, Affine, Block
+from ...ir.extents import assumed_product, non_unit
 from ...plan.group_view import GroupView, dtype_bytes
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import MULTIPLIES, REDUCES, Family, Fit, Needs
 from ..forms import Writer
 from ..group.footprint import UNKNOWN_SLOTS, evaluations, refuse_recompute
-from ..group.roles import refuse_other_row
+from ..group.roles import refuse_other_row, refuse_other_shape
 from ..group.traffic import memory_traffic
 from ..program.window import LARGEST_WINDOW
 from ..row.kernel_class import Row
@@ -62,13 +62,8 @@ class WindowClass(Family):
             if other := next((a for a in read if not _is_own(group, block, a)), None):
                 return refuse_other_row(group, block, other.tensor)
             behind.update(write.tensor for write in block.writes)
-        for t in group.outputs:
-            writer = group.writer_of[t]
-            if _sizes(writer.extents(writer.spatial)) != _sizes(space):
-                return group.refuse(
-                    RefusalCode.SPACE_MISMATCH,
-                    f"output {group.graph.tensors[t].name} has another shape than the windows",
-                )
+        if refusal := refuse_other_shape(group, [non_unit(space)], "windows"):
+            return refusal
         runs = evaluations(group)
         if refusal := refuse_recompute(group, runs, policy):
             return refusal
@@ -105,11 +100,6 @@ class WindowClass(Family):
             for family, of in ((self, fit), (rows, other))
         ]
         return times[1] < times[0]
-
-
-def _sizes(extents: Sequence[Extent]) -> list[Extent]:
-    """Extents but for those of one element."""
-    return [extent for extent in extents if extent != 1]
 
 
 def _is_own(group: GroupView, block: Block, access: Access) -> bool:
