@@ -10,10 +10,13 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
+
+from .record import header, write
 
 BACKENDS = ("tvm_fusion", "inductor", "eager")
 CALLS = 50  # of a batch
@@ -57,16 +60,22 @@ def _least(
 
 
 def main() -> None:
-    """Print a line of JSON for each number of inputs."""
+    """Print a line of JSON for each number of inputs, and write all to a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--inputs", type=int, nargs="+", default=[1, 5, 20])
     parser.add_argument("--batches", type=int, default=400)
+    parser.add_argument("--out", metavar="FILE", help="write JSON, again after every line")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    result = header("", False, 1.0, given.batches, threads=1)
+    result["method"] = f"time of the process, the least of batches of {CALLS} calls in turns"
     for count in given.inputs:
         found = overheads(count, given.batches)
         ratio = round(found["tvm_fusion"] / found["inductor"], 3)
-        print(json.dumps({"inputs": count, "us": found, "over_inductor": ratio}), flush=True)
+        result["rows"].append({"inputs": count, "us": found, "over_inductor": ratio})
+        print(json.dumps(result["rows"][-1]), flush=True)
+        if given.out is not None:
+            write(result, Path(given.out))
 
 
 if __name__ == "__main__":

@@ -202,16 +202,39 @@ def merge(paths: Sequence[str | Path]) -> dict[str, Any]:
     first = results[0]
     rows: dict[str, dict[str, Any]] = {}
     for path, result in zip(paths, results, strict=True):
-        for key in _SAME:
-            if result.get(key) != first.get(key):
-                raise InputError(
-                    f"{path} does not go with {paths[0]}: {key} is {result.get(key)!r} and "
-                    f"{first.get(key)!r}"
-                )
+        _refuse_others(Path(path), result, str(paths[0]), first, _SAME)
         rows |= {row["name"]: row for row in result["rows"]}
     commands = "; ".join(dict.fromkeys(result["command"] for result in results))
     joined = list(rows.values())
     return first | {"command": commands, "rows": joined, "summary": summary(joined)}
+
+
+def beside(path: Path, result: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """A result without rows, with those that a file has of an earlier run; not those of `names`,
+    which are measured again.
+
+    Raises
+    ------
+    InputError
+        The file is no result, or was made elsewhere, with other versions, or in another way.
+    """
+    if not path.exists():
+        return result
+    earlier = _read(path)
+    _refuse_others(path, earlier, "this run", result, [key for key in _SAME if key != "date"])
+    rows = [{"date": earlier["date"]} | row for row in earlier["rows"] if row["name"] not in names]
+    return result | {"command": f"{earlier['command']}; {result['command']}", "rows": rows}
+
+
+def _refuse_others(
+    path: Path, result: dict[str, Any], name: str, first: dict[str, Any], keys: Sequence[str]
+) -> None:
+    for key in keys:
+        if result.get(key) != first.get(key):
+            raise InputError(
+                f"{path} does not go with {name}: {key} is {result.get(key)!r} and "
+                f"{first.get(key)!r}"
+            )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tvm_fusion.bench.peers import EAGER
 from tvm_fusion.errors import InputError
 from tvm_fusion.host.cores import available_cores
 
-from ..record import OURS, header, write
+from ..record import OURS, beside, header, write
 from ..rows.setup import is_gpu, usual_dtype
 from .child import GRAPHS, LABELS, TUNED, Work
 from .models import CASES
@@ -79,7 +79,7 @@ def measure(
     device : str
         torch's name of a device.
     out : path, optional
-        A JSON file, written again after every case.
+        A JSON file, written again after every case. Rows of other cases that it has stay.
     say : callable
         Takes a format and its values.
     dtype : str, optional
@@ -106,6 +106,8 @@ def measure(
     ------
     TargetError
         torch has no such device here.
+    InputError
+        `out` has rows of another device, or of other versions.
     """
     on_gpu = is_gpu(device, "measure on")
     ready_s = READY_S if ready_s is None else ready_s
@@ -117,6 +119,8 @@ def measure(
     )
     if not on_gpu:
         result["method"] += " where there is a GPU"
+    if out is not None:
+        result = beside(Path(out), result, names)
     with tempfile.TemporaryDirectory(prefix="tvm_fusion_models_") as folder:
         work = Work(
             "",
@@ -131,9 +135,9 @@ def measure(
         )
         with _Crew(work, folder, workers or available_cores()) as crew:
             for row in crew.rows(names, ready_s):
-                result["rows"].append(row)
-                compare(row)
-                say("%s", line(row))
+                result["rows"].append(row | {"date": result["date"]})
+                compare(result["rows"][-1])
+                say("%s", line(result["rows"][-1]))
                 if out is not None:
                     write(result, Path(out))
     return result

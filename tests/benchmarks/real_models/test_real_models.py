@@ -122,6 +122,27 @@ def test_what_fails_is_told_and_the_rest_is_timed_and_kept(monkeypatch, tmp_path
     assert "all (1): geometric mean 1.20x, least 1.20x (resnet50)" in suite.text(result)
 
 
+def test_rows_of_earlier_runs_stay_and_those_measured_again_are_the_later_ones(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(suite, "CHILD", (sys.executable, "-S", "-c", PROCESS))
+    out = tmp_path / "models.json"
+
+    def run(*names, **how):
+        how = {"tiny": True, "ready_s": 20.0} | how
+        return suite.measure(names, "cpu", out, lambda *_: None, **how)
+
+    run("resnet50", "bert_base")
+    monkeypatch.setattr(suite, "CHILD", (sys.executable, "-S", "-c", PROCESS.replace("12.0", "9")))
+    result = run("swin_t", "resnet50")
+    assert json.loads(out.read_text()) == json.loads(json.dumps(result))
+    assert [row["name"] for row in result["rows"]] == ["bert_base", "swin_t", "resnet50"]
+    assert result["rows"][-1]["best_peer_ratio"] == pytest.approx(0.9)
+    assert all(row["date"] == result["date"] for row in result["rows"])
+    with pytest.raises(InputError, match=r"models.json does not go with this run: scale is 0.0"):
+        run("unet_block", tiny=False)
+
+
 def test_models_are_chosen_by_name_and_in_parts():
     assert suite.names_of(None) == tuple(CASES)
     assert suite.names_of("vit_b16,swin_t,resnet50", (1, 2)) == ("vit_b16", "resnet50")
