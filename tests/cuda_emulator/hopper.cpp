@@ -192,14 +192,14 @@ static float term(Kind kind, const char* p) {
   x.bits = bits;
   return x;
 }
-// Element (row, k) of an operand: rows of 128 bytes by k (K-major), or 64 halves side by side (`transposed`).
+// Element (row, k) of an operand: rows of 128 or 64 bytes by k (K-major), or 64 halves side by side (`transposed`).
 static float operand(uint64_t descriptor, bool transposed, Kind kind, int row, int k) {
   int bytes = kind == TF32 ? 4 : kind >= E4M3 ? 1 : 2;
   uint32_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
   uint32_t stride = (descriptor >> 32 & 0x3fff) << 4, address;
   if (transposed) address = start + row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2;
-  else address = start + row / 8 * stride + row % 8 * 128 + k * bytes;
-  return term(kind, shared_at(swizzled(address), bytes));
+  else address = start + row / 8 * stride + row % 8 * (descriptor >> 62 == 2 ? 64 : 128) + k * bytes;
+  return term(kind, shared_at(swizzled(address, descriptor >> 62 == 2 ? 0x30 : 0x70), bytes));
 }
 struct Multiply {
   std::vector<float*> sums;
@@ -213,7 +213,8 @@ struct Multiply {
 static std::map<Fiber*, std::vector<std::vector<Multiply>>> multiplies;
 static std::map<Fiber*, std::vector<Multiply>> open_multiplies;
 void multiply(std::initializer_list<float*> sums, uint64_t a, uint64_t b, int n, bool keep, bool ta, bool tb, int terms, Kind ka, Kind kb) {
-  if ((a >> 62) != 1 || (b >> 62) != 1) fail("a matrix descriptor without the 128-byte swizzle");
+  for (uint64_t d : {a, b})
+    if (d >> 62 != 1 && (d >> 62 != 2 || ta || tb)) fail("a matrix descriptor without the 128-byte swizzle, or that of rows of 64 bytes");
   open_multiplies[current].push_back({sums, a, b, n, keep, ta, tb, terms, ka, kb, {}});
 }
 // The left operand is read at once: what ptxas lets the next instruction do to its registers is ptxas' affair.

@@ -23,8 +23,9 @@ static char* shared_at(uint32_t address, int size) {
   check(p, size, size);
   return p;
 }
-// 128-byte swizzle: 16-byte pieces of a row change places by the row's number in its group of eight.
-static uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
+// 128-byte swizzle: 16-byte pieces of a row change places by the row's number in its group of eight; in rows of 64
+// bytes (`mask` 0x30) by that of the pair of rows in its group of four.
+static uint32_t swizzled(uint32_t address, uint32_t mask = 0x70) { return address ^ (address >> 3 & mask); }
 
 // ---- barriers
 
@@ -89,6 +90,6 @@ static float __low2float(uint u) { return from_table(false, u & 0xffff); }
 static float __high2float(uint u) { return from_table(false, u >> 16); }
 static float __uint_as_float(uint u) { float f; memcpy(&f, &u, 4); return f; }
 static void ptx_wgmma_encode_matrix_descriptor(uint64_t* d, void* p, int leading, int stride, int swizzle) {
-  uint64_t kind = swizzle == 3 ? 1 : 0;
+  uint64_t kind = swizzle == 3 ? 1 : swizzle == 2 ? 2 : 0;
   *d = (__cvta_generic_to_shared(p) >> 4 & 0x3fff) | (uint64_t)leading << 16 | (uint64_t)stride << 32 | kind << 62;
 }

@@ -1,12 +1,12 @@
 """Times of float32 products on tensor cores, tile by tile, for the model of `gemm.mma.rank`.
 
-    python tests/gpu/sweep_split.py OUT.json [--tiles M,N,WARP_M,WARP_N,STEP_BYTES,STAGES ...]
-                                    [--only NAME ...] [--workers N] [--repeats N]
+    python tests/gpu/sweep_split.py OUT.json [--only NAME ...] [--workers N] [--repeats N]
+                    [--tiles M,N,WARP_M,WARP_N,STEP_BYTES,STAGES[,wgmma] ...]
 
 SHAPES beside torch.matmul in float32 (not rounded to tfloat32) and the best tile on CUDA cores:
 errors beside float64, medians of kernel times (CUPTI), interleaved, the L2 cleaned before each
 launch. Outputs hold NaN before the checked run. A product with one-hot rows is compared for being
-the numbers that these choose.
+the numbers that these choose, one with infinities, NaN, tiny and large numbers row by row.
 """
 
 import argparse
@@ -49,6 +49,9 @@ SHAPES = {
     "k511": (2000, 3001, 511, False),
     "along rows": (1024, 2048, 4096, True),
     "4096": (4096, 4096, 4096, False),
+    "odd sizes": (1537, 2051, 1999, False),
+    "odd along rows": (1023, 1537, 3001, True),
+    "few rows": (77, 4096, 4096, False),
 }
 TILES = (
     "128,128,64,32,64,4",
@@ -57,6 +60,10 @@ TILES = (
     "64,64,32,32,64,4",
     "64,64,32,32,128,3",
     "32,32,16,16,128,3",
+    "128,128,16,128,128,3,wgmma",
+    "128,64,16,64,128,3,wgmma",
+    "64,128,16,128,128,3,wgmma",
+    "64,64,16,64,128,3,wgmma",
 )
 
 Job = tuple[str, str, str]
@@ -74,7 +81,10 @@ def contraction_of(name: str) -> Contraction:
 def config_of(name: str, tile: str) -> MmaConfig:
     """The configuration of a tile."""
     group = 16 if SHAPES[name][0] >= 2048 else 8
-    return MmaConfig(*map(int, tile.split(",")), group, split=True)
+    numbers = tile.removesuffix(",wgmma")
+    return MmaConfig(
+        *map(int, numbers.split(",")), group, split=True, wgmma=tile.endswith(",wgmma")
+    )
 
 
 def fits(name: str, tile: str) -> bool:
@@ -122,28 +132,51 @@ def timed(name: str, kernels: dict[str, str], repeats: int) -> dict:
     wanted = product(x.double(), w.double())
     moved = x.T[:, terms] if along_rows else x[:, terms]
 
-    def called(path: str) -> Callable[[torch.Tensor], None]:
+    def called(path: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
         main = tvm.runtime.load_module(path)[ENTRY]
-        left, result = tvm.runtime.from_dlpack(x), tvm.runtime.from_dlpack(out)
-        return lambda right: main(left, tvm.runtime.from_dlpack(right), result)
+        taken = tvm.runtime.from_dlpack
+        return lambda left, right: main(taken(left), taken(right), taken(out))
 
     def error(result: torch.Tensor) -> float:
         return ((result.double() - wanted).abs().max() / wanted.abs().max()).item()
 
+    special = x.T.clone() if along_rows else x.clone()
+    special[0, 0], special[1, 5], special[2, 7] = math.inf, -math.inf, math.nan
+    special[3] *= 1e-38
+    special[4] *= 1e34
+    special = special.T.contiguous() if along_rows else special
+    wanted_special = product(special.double(), w.double())
+
+    def specials(result: torch.Tensor) -> list:
+        """Whether what is not finite is right in the first rows; errors of the next two."""
+        same = [
+            bool(torch.equal(result[i].double().nan_to_num(0, 1, -1), signs))
+            for i, signs in enumerate(wanted_special[:3].nan_to_num(0, 1, -1))
+        ]
+        rest = [
+            (a.double() - b).abs().max() / b.abs().max()
+            for a, b in zip(result[3:5], wanted_special[3:5], strict=True)
+        ]
+        return [*same, *(float(f"{value.item():.2g}") for value in rest)]
+
     found = {"shape": SHAPES[name][:3], "along_rows": along_rows, "us": {}, "error": {}}
     found["one_hot_is_exact"] = {"torch": bool((product(x, chosen) == moved).all())}
     found["error"]["torch"] = error(product(x, w))
+    found["specials"] = {"torch": specials(product(special, w))}
     calls = {"torch": lambda: product(x, w)}
     for tile, path in kernels.items():
         call = called(path)
         out.fill_(math.nan)
-        call(chosen)
+        call(x, chosen)
         found["one_hot_is_exact"][tile] = bool((out == moved).all())
         out.fill_(math.nan)
-        call(w)
+        call(special, w)
+        found["specials"][tile] = specials(out)
+        out.fill_(math.nan)
+        call(x, w)
         found["error"][tile] = error(out)
         if found["error"][tile] <= TOLERANCE:
-            calls[tile] = lambda call=call: call(w)
+            calls[tile] = lambda call=call: call(x, w)
         else:
             print(f"WRONG {name} {tile}: {found['error'][tile]}", flush=True)
     times = kernel_times(calls, repeats)

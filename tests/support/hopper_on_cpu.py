@@ -82,7 +82,7 @@ def _address(value: object) -> int:
 def _translate(source: str, kernel: str) -> str:
     """As `cuda_on_cpu._translate`, with the units of hopper.h in place of their PTX."""
     units = (EMULATOR / "hopper.h").read_text()
-    known = units + (EMULATOR / "device.h").read_text()
+    known = units + cuda_on_cpu._device_header()
     start = source.rindex('extern "C" __global__')
     head = source[source.index("#define ushort unsigned short") : start]
     helpers = [

@@ -24,6 +24,7 @@ from tvm_fusion.kernels.gemm.mma.rank import TILES, mma_ranked
 from ...support import gemm_cases as graphs
 from ...support.cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu
 from ...support.gemm_cases import BRAIN, CUDA_CORE_CASES, FLOAT, HALF, TENSOR_CORE_CASES, case
+from ...support.hopper_on_cpu import compile_hopper, run_hopper_on_cpu
 from ...support.kernel_cases import TOLERANCE, Case, assert_close, fuse, outputs_of
 from ...support.partial_cases import residual_squares
 from ...support.ptx import ptx_of
@@ -38,11 +39,17 @@ CONFIGS = [
 ]
 
 
+def run(kernel: tirx.PrimFunc, arrays: list[np.ndarray]) -> int:
+    """Runs a kernel on the emulator; returns the number of launches."""
+    hopper = "wgmma" in cuda_source(kernel)
+    return (run_hopper_on_cpu if hopper else run_cuda_on_cpu)(kernel, arrays)
+
+
 def check(case: Case, kernel: tirx.PrimFunc, slack: float = 1.0) -> None:
     """Runs a kernel on the emulator; every output is poisoned before and close to float64 after."""
     inputs = case.arrays()
     outputs = outputs_of(case.func(), len(inputs))
-    assert run_cuda_on_cpu(kernel, [*inputs, *outputs]) == 1
+    assert run(kernel, [*inputs, *outputs]) == 1
     wide = [
         a.astype(np.float64) if a.dtype == np.dtype(ml_dtypes.float8_e4m3fn) else a for a in inputs
     ]
@@ -295,8 +302,17 @@ FLOATS = [
 ]
 
 
+# Of warpgroups: one, and two.
+GROUPS = [MmaConfig(m, 64, 16, 64, 128, 3, split=True, wgmma=True) for m in (64, 128)]
+MORE_STAGES = [dataclasses.replace(GROUPS[0], stages=n) for n in (4, 5)]
+
+
+def product_of_rows(x, w):
+    return [x @ w.T]
+
+
 @pytest.mark.parametrize(("graph", "x", "w", "way"), FLOATS, ids=range(len(FLOATS)))
-@pytest.mark.parametrize("config", SPLIT, ids=lambda c: f"{c.block_m}x{c.block_n}")
+@pytest.mark.parametrize("config", SPLIT + GROUPS, ids=lambda c: f"{c.block_m}x{c.block_n}")
 def test_float32_of_any_layout_is_multiplied_in_parts(graph, x, w, way, config):
     def reference(x, w):
         return [x.T @ w if graph is graphs.left_transposed else x @ w.T]
@@ -307,7 +323,36 @@ def test_float32_of_any_layout_is_multiplied_in_parts(graph, x, w, way, config):
     check(found, emit(found, config))
 
 
-def test_products_of_float32_with_zeros_and_powers_of_two_move_numbers_as_they_are():
+@pytest.mark.parametrize("config", [GROUPS[0], *MORE_STAGES], ids=lambda c: f"{c.stages}")
+def test_parts_of_a_step_are_split_while_those_before_are_multiplied(config):
+    # Terms of none, one, many and ragged steps of 32 behind the slices under way.
+    for terms in (1, 32, 33, 128, 300):
+        found = case("steps", graphs.linear, [(24, terms), (40, terms)], product_of_rows, FLOAT)
+        check(found, emit(found, config))
+
+
+def test_warpgroups_multiply_parts_without_spills_or_waiting_for_each_product():
+    func = fuse(graphs.linear, ((512, 511), FLOAT), ((768, 511), FLOAT))
+    config = MmaConfig(128, 128, 16, 128, 128, 3, split=True, wgmma=True)
+    found = compile_hopper(emit_gemm_mma(analyze_contraction(func), H200, config))
+    assert found.spill_bytes == 0
+    assert found.registers <= 200
+    assert not [remark for remark in found.remarks if "serialized" in remark]
+
+
+def test_warpgroups_multiply_parts_of_float32_only_in_tiles_of_their_own():
+    one = case("one", graphs.linear, [(64, 64), (64, 64)], None, FLOAT)
+    for changed in ({"warp_n": 32}, {"step_bytes": 64}, {"warp_m": 32}, {"split": False}):
+        with pytest.raises(Unsupported):
+            emit(one, dataclasses.replace(GROUPS[0], **changed))
+    with pytest.raises(Unsupported, match="wgmma"):
+        emit(one, GROUPS[0], hw=A100)
+    with pytest.raises(Unsupported, match="float32"):
+        emit(case("half", graphs.linear, [(64, 64), (64, 64)], None), GROUPS[0])
+
+
+@pytest.mark.parametrize("config", [SPLIT[0], GROUPS[0]], ids=["warps", "warpgroups"])
+def test_products_of_float32_with_zeros_and_powers_of_two_move_numbers_as_they_are(config):
     rng = np.random.default_rng(0)
     rows, terms = 40, 48
     x = rng.uniform(-2, 2, (rows, terms)) * 2.0 ** rng.integers(-60, 60, (rows, terms))
@@ -320,22 +365,24 @@ def test_products_of_float32_with_zeros_and_powers_of_two_move_numbers_as_they_a
         found = case("moved", graphs.matmul, [left.shape, right.shape], None, FLOAT)
         (out,) = outputs_of(found.func(), 2)
         left, right = np.ascontiguousarray(left), np.ascontiguousarray(right)
-        assert run_cuda_on_cpu(emit(found, SPLIT[0]), [left, right, out]) == 1
+        assert run(emit(found, config), [left, right, out]) == 1
         np.testing.assert_array_equal(out, left.astype(np.float64) @ right.astype(np.float64))
 
 
-def test_less_than_a_quarter_of_a_millionth_of_a_product_of_float32_is_lost():
+@pytest.mark.parametrize("config", [SPLIT[0], GROUPS[0]], ids=["warps", "warpgroups"])
+def test_less_than_a_quarter_of_a_millionth_of_a_product_of_float32_is_lost(config):
     rng = np.random.default_rng(1)
     x, w = (rng.uniform(1, 2, (64, 1)).astype(FLOAT) for _ in range(2))
     found = case("one term", graphs.linear, [x.shape, w.shape], None, FLOAT)
     (out,) = outputs_of(found.func(), 2)
-    assert run_cuda_on_cpu(emit(found, SPLIT[0]), [x, w, out]) == 1
+    assert run(emit(found, config), [x, w, out]) == 1
     exact = x.astype(np.float64) * w.astype(np.float64).T
     # What the largest numbers lose in parts (2^-21.9), and are rounded by (2^-24).
     assert 0 < np.abs(out / exact - 1).max() < 2**-21.9 + 2**-24
 
 
-def test_parts_of_float32_keep_infinities_and_the_largest_numbers():
+@pytest.mark.parametrize("config", [SPLIT[0], GROUPS[0]], ids=["warps", "warpgroups"])
+def test_parts_of_float32_keep_infinities_and_the_largest_numbers(config):
     largest = np.finfo(FLOAT).max
     x = np.zeros((16, 16), FLOAT)
     x[0, :2] = np.inf, 3.0
@@ -350,7 +397,7 @@ def test_parts_of_float32_keep_infinities_and_the_largest_numbers():
     w[2, 0] = np.inf
     found = case("largest", graphs.linear, [(16, 16), (16, 16)], None, FLOAT)
     (out,) = outputs_of(found.func(), 2)
-    assert run_cuda_on_cpu(emit(found, SPLIT[0]), [x, w, out]) == 1
+    assert run(emit(found, config), [x, w, out]) == 1
     with np.errstate(invalid="ignore", over="ignore"):
         expected = x.astype(np.float64) @ w.astype(np.float64).T
     expected[np.abs(expected) > largest] *= np.inf

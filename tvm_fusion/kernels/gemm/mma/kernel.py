@@ -23,14 +23,15 @@ from ...contraction.reader import Contraction
 from ...gpu.memory import shared_pool
 from ...gpu.product_frame import Frame, Tile, ceil_div, open_kernel
 from ...program.expr import constant, convert
+from ..hopper.state import fence_shared
 from ..side_by_side import grid_of
 from .computed import Compute
 from .epilogue import CHUNK, Epilogue, Layout
 from .operand import Copy, Loader, Place, Shift
 from .plan import Fragments, MmaConfig, Words
 from .problem import Loop, MmaSegment, Way, read_mma
-from .rank import check_config, mma_ranked, ring_bytes, table_bytes
-from .split import SplitProducts
+from .rank import check_config, mma_ranked, parts_bytes, ring_bytes, table_bytes
+from .split import PART_BUFFERS, GroupProducts, SplitProducts
 from .units import (
     commit_async,
     load_matrices,
@@ -112,6 +113,8 @@ class _Kernel:
         self.thread = T.thread_id([c.threads])
         pool = shared_pool()
         self.ring = pool.alloc((ring_bytes(self.segments, c),), "uint8", align=1024, layout=None)
+        size = parts_bytes(self.segments, c)
+        self.parts = pool.alloc((size,), "uint8", align=1024, layout=None) if size else None
         words = table_bytes(self.segments, c) // 4
         self.table = pool.alloc((words,), "int32", align=16, layout=None) if words else None
         pool.commit()
@@ -184,13 +187,20 @@ class _MainLoop:
         # Two sets of registers: one is multiplied while the other is filled.
         self.a = T.alloc_local((2 * c.tiles_m * 4,), "uint32")
         self.b = [T.alloc_local((2 * c.tiles_n * 2,), "uint32") for _ in loop.b]
-        self.split = SplitProducts(c) if c.split and loop.a.dtype == "float32" else None
+        split = c.split and loop.a.dtype == "float32"
+        self.split = SplitProducts(c) if split and not c.wgmma else None
+        self.groups = None
+        if split and c.wgmma:
+            self.groups = GroupProducts(self.loaders, c, kernel.parts, kernel.thread)
 
     def emit(self) -> None:
         c = self.config
         steps = ceil_div(self.loop.K, self.loaders[0].panel.terms)
         self.steps = steps if isinstance(steps, int) else T.Bind(convert(steps, "int32"))
         self._fill()
+        if self.groups:
+            self._split_by_block()
+            return
         with T.serial(0, self.steps, unroll=False) as step:
             stage, following = T.Bind(step % c.stages), T.Bind((step + 1) % c.stages)
             emit = self._split_step if self.split else self._step
@@ -229,6 +239,36 @@ class _MainLoop:
                         self.split.multiply(self.b[number], sums, column)
                     self._read_pair(number + 1, [tile], source, behind)
 
+    def _split_by_block(self) -> None:
+        """All steps of operands that the block splits: parts of the next step are written while
+        those of the present one are multiplied. A slice is brought one step earlier than elsewhere,
+        since its stage is free as soon as it is split.
+        """
+        groups, numbers = self.groups, range(len(self.loaders))
+        self._ahead(T.int32(0))
+        for number in numbers:
+            groups.split(number, T.int32(0), T.int32(0))
+        self._next_slice()
+        with T.serial(0, self.steps, unroll=False) as step:
+            present, following = T.Bind(step % PART_BUFFERS), T.Bind((step + 1) % PART_BUFFERS)
+            stage = T.Bind((step + 1) % self.config.stages)
+            groups.begin(present)
+            self._ahead(T.Bind(step + 1))
+            with T.If(self._exists(step + 1)), T.Then():
+                groups.split(0, stage, following)
+            groups.follow(present)
+            with T.If(self._exists(step + 1)), T.Then():
+                for number in numbers[1:]:
+                    groups.split(number, stage, following)
+            groups.add(self.sums)
+            self._next_slice()
+
+    def _next_slice(self) -> None:
+        """Parts that were written can be multiplied, and the slice behind them is there."""
+        fence_shared()
+        T.evaluate(wait_async(self.config.stages - 2))
+        T.evaluate(T.cuda.cta_sync())
+
     def _read_pair(self, number: int, tiles: Iterable[int], stage: Expr, turn: int) -> None:
         """Fragments of two rounds, of some tiles of an operand."""
         for tile in tiles:
@@ -251,6 +291,8 @@ class _MainLoop:
         self._bring(T.int32(whole), stored=False)
         T.evaluate(wait_async(self.config.stages - 2))
         T.evaluate(T.cuda.cta_sync())
+        if self.groups:
+            return
         self._read(T.int32(0), 0)
         if self.split:
             self._read(T.int32(0), 1)

@@ -71,6 +71,7 @@ class MmaConfig(WarpTiles):
     tf32 : float32 operands are rounded to tfloat32, because the policy allows it.
     split : float32 operands are taken in three parts each, of which six products are added up.
     wide : outputs leave through shared memory in 16-byte stores, where they can.
+    wgmma : float32 is split by the block and multiplied by warpgroups (`split.GroupProducts`).
     """
 
     step_bytes: int = 64
@@ -79,6 +80,7 @@ class MmaConfig(WarpTiles):
     tf32: bool = False
     wide: bool = True
     split: bool = False
+    wgmma: bool = False
 
     @property
     def rounds(self) -> int:

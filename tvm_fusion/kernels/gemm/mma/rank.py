@@ -14,7 +14,17 @@ from ...program.program import Param
 from ..epilogue import operation_s
 from .plan import MmaConfig
 from .problem import ENTRY_BYTES, Loop, MmaSegment, Source, Way, read_mma, rows_of
-from .split import A_REGISTERS, B_REGISTERS, PARTS, PRODUCTS, SUMS
+from .split import (
+    A_REGISTERS,
+    B_REGISTERS,
+    GROUP_ROWS,
+    GROUP_STEP_BYTES,
+    GROUP_WARPS,
+    PARTS,
+    PRODUCTS,
+    SUMS,
+    part_bytes,
+)
 
 # (block_m, block_n, warp_m, warp_n)
 TILES = (
@@ -172,7 +182,9 @@ def check_config(segments: Sequence[MmaSegment], config: MmaConfig, hw: Hardware
         raise Unsupported(f"a ring of less than {MIN_STAGES} stages")
     if c.threads > hw.max_threads_per_block:
         raise Unsupported("more threads than a block has")
-    if ring_bytes(segments, c) + table_bytes(segments, c) > hw.smem_per_block_bytes:
+    if c.wgmma:
+        _check_groups(segments, c, hw)
+    if shared_bytes(segments, c) > hw.smem_per_block_bytes:
         raise Unsupported("more shared memory than a block has")
     most = max(_shifts(loop, c) for s in segments for loop in s.loops)
     if most > (MAX_SHIFTS if c.warp_n <= 64 else 0):
@@ -180,6 +192,30 @@ def check_config(segments: Sequence[MmaSegment], config: MmaConfig, hw: Hardware
     registers = max(_registers(s, c, hw) for s in segments)
     if registers > min(hw.max_registers_per_thread, hw.registers_per_sm // c.threads):
         raise Unsupported("more registers than a thread has")
+
+
+def _check_groups(segments: Sequence[MmaSegment], c: MmaConfig, hw: HardwareProfile) -> None:
+    """Raises Unsupported where warpgroups cannot multiply the parts of float32."""
+    if not hw.architecture.has_wgmma:
+        raise Unsupported(f"{hw.arch} has no wgmma")
+    if not c.split or any(loop.a.dtype != "float32" for s in segments for loop in s.loops):
+        raise Unsupported("warpgroups multiply float32 in parts only")
+    rows = (c.warp_m * GROUP_WARPS, c.block_m % GROUP_ROWS)
+    if rows != (GROUP_ROWS, 0) or c.warp_n != c.block_n or c.step_bytes != GROUP_STEP_BYTES:
+        raise Unsupported("a tile that is not one of warpgroups")
+
+
+def shared_bytes(segments: Sequence[MmaSegment], config: MmaConfig) -> int:
+    """Shared memory of a block."""
+    ring, tables = ring_bytes(segments, config), table_bytes(segments, config)
+    return ring + parts_bytes(segments, config) + tables
+
+
+def parts_bytes(segments: Sequence[MmaSegment], config: MmaConfig) -> int:
+    """Shared memory of what the block splits."""
+    if not config.wgmma:
+        return 0
+    return part_bytes(config, max(len(loop.b) for s in segments for loop in s.loops))
 
 
 def ring_bytes(segments: Sequence[MmaSegment], config: MmaConfig) -> int:
@@ -233,7 +269,7 @@ def _held_of(source: Source) -> int:
 
 def _resident(segments: Sequence[MmaSegment], c: MmaConfig, hw: HardwareProfile) -> int:
     """Blocks of a multiprocessor."""
-    memory = ring_bytes(segments, c) + table_bytes(segments, c) + hw.smem_reserved_per_block_bytes
+    memory = shared_bytes(segments, c) + hw.smem_reserved_per_block_bytes
     registers = 8 * math.ceil(max(_registers(s, c, hw) for s in segments) / 8)
     return max(
         1,

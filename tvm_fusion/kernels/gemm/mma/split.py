@@ -22,9 +22,11 @@ from collections.abc import Sequence
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
+from ...gpu.memory import copy_registers
 from ...program.expr import constant
-from .plan import TERM_BYTES, WarpTiles
-from .units import at_least, multiply, split_float32
+from .operand import Loader, always, store_chunk
+from .plan import TERM_BYTES, MmaConfig, WarpTiles
+from .units import CHUNK, at_least, multiply, shared_word, split_float32
 
 SUMS, A_REGISTERS, B_REGISTERS = 4, 4, 2
 """Registers of a thread: of the sums of one mma.sync, of its operands."""
@@ -91,6 +93,134 @@ class SplitProducts:
             with T.serial(self.tiles.tiles_m, unroll=True) as i:
                 left = [part.ptr_to([i * A_REGISTERS]) for part in self.a]
                 multiply_parts(self.part.ptr_to([i * SUMS]), left, right, [product])
+
+
+GROUP_WARPS, GROUP_ROWS = 4, 64
+"""Warps of a warpgroup, and rows of its wgmma: 16 of each warp, as those of mma.sync."""
+
+GROUP_STEP_BYTES = 128
+"""Bytes of a row of float32 in a step."""
+
+LINE, SWIZZLE_64B = GROUP_STEP_BYTES // 2, 2
+"""Bytes of a row of a part, in which chunks change places by the number of the pair of rows."""
+
+GROUP_TERMS, CHUNK_TERMS = 16, CHUNK // 2
+"""Terms of a wgmma, and of a chunk of a part."""
+
+PART_BUFFERS = 2
+
+
+def part_bytes(config: MmaConfig, columns: int) -> int:
+    """Shared memory of the parts of two steps of a loop with `columns` B operands."""
+    return PART_BUFFERS * PARTS * (config.block_m + columns * config.block_n) * LINE
+
+
+class GroupProducts:
+    """The block splits a step's operands in shared memory, while its warpgroups multiply the parts
+    of the step before: each element is split once, whichever warps read it.
+    """
+
+    def __init__(self, loaders: Sequence[Loader], config: MmaConfig, memory: Expr, thread: Expr):
+        self.loaders, self.config, self.memory, self.thread = loaders, config, memory, thread
+        self.starts, at = [], 0
+        for loader in loaders:
+            self.starts.append(at)
+            at += PARTS * loader.panel.rows * LINE
+        self.size = at
+        count = config.tiles_n * SUMS
+        self.part = [T.alloc_local((count,), "float32") for _ in loaders[1:]]
+        self.words = T.alloc_local((2 * CHUNK // 4,), "uint32")
+        self.chunks = [T.alloc_local((CHUNK // 4,), "uint32") for _ in range(PARTS)]
+        self.descriptors = []
+        for loader, start in zip(loaders, self.starts, strict=True):
+            own = thread // 128 * (GROUP_ROWS * LINE) if loader.source.side == "m" else 0
+            found = T.alloc_local((1,), "uint64")
+            place = memory.ptr_to([start + own])
+            stride = 8 * LINE // CHUNK
+            T.evaluate(
+                T.cuda.wgmma.encode_matrix_descriptor(
+                    found.ptr_to([0]), place, 1, stride, SWIZZLE_64B
+                )
+            )
+            self.descriptors.append(found)
+
+    def split(self, number: int, stage: Expr, buffer: Expr) -> None:
+        """Splits an operand's slice; neighbouring threads take rows below each other."""
+        loader, threads = self.loaders[number], self.config.threads
+        rows = loader.panel.rows
+        units = rows * (LINE // CHUNK)
+        with T.serial(0, -(-units // threads), unroll=True) as i:
+            unit = T.Bind(i * threads + self.thread)
+            row, chunk = T.Bind(unit % rows), T.Bind(unit // rows)
+            exists = unit < units if units % threads else None
+            with T.If(always(exists)), T.Then():
+                self._load(loader, stage, row, chunk)
+                for pair in range(CHUNK // 4):
+                    _split(self.chunks, pair, self.words[2 * pair], self.words[2 * pair + 1])
+                turned = T.bitwise_xor(chunk, row // 2 % (LINE // CHUNK))
+                at = T.Bind(
+                    row * LINE + turned * CHUNK + (buffer * self.size + self.starts[number])
+                )
+                for part in range(PARTS):
+                    place = self.memory.ptr_to([at + part * rows * LINE])
+                    store_chunk(place, self.chunks[part].ptr_to([0]))
+
+    def _load(self, loader: Loader, stage: Expr, row: Expr, chunk: Expr) -> None:
+        """Reads the terms of a chunk of a row."""
+        panel = loader.panel
+        if panel.k_major:
+            for half in range(2):
+                place = loader.place.at(stage, panel.place(row, chunk * 2 + half))
+                words = self.words.ptr_to([half * (CHUNK // 4)])
+                copy_registers(lambda _, words=words: words, lambda _, place=place: place, CHUNK)
+            return
+        for term in range(CHUNK_TERMS):
+            line = chunk * CHUNK_TERMS + term
+            at = panel.place(line, row * panel.element // CHUNK) + row * panel.element % CHUNK
+            T.buffer_store(self.words, shared_word(loader.place.at(stage, at)), [term])
+
+    def begin(self, buffer: Expr) -> None:
+        """Starts the smaller products of what was split."""
+        self._issue(buffer, SMALL_PRODUCTS, first=True)
+
+    def follow(self, buffer: Expr) -> None:
+        """Waits for the smaller products, and starts those of the first parts."""
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+        for part in self.part:
+            with T.serial(part.shape[0], unroll=True) as i:
+                # NaN where a term is infinite, as above.
+                finite = at_least(part[i], constant(LEAST_REST, "float32"))
+                T.buffer_store(part, finite, [i])
+        self._issue(buffer, FIRST_PRODUCT, first=False)
+
+    def add(self, sums: Sequence[Expr]) -> None:
+        """Waits for these, and adds them to the sums."""
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+        for part, total in zip(self.part, sums, strict=True):
+            with T.serial(part.shape[0], unroll=True) as i:
+                T.buffer_store(total, total[i] + part[i], [i])
+
+    def _issue(self, buffer: Expr, products: Sequence[tuple[int, int]], first: bool) -> None:
+        name = f"wgmma.mma_async.sync.aligned.m64n{self.config.block_n}k{GROUP_TERMS}.f32.bf16.bf16"
+        behind = T.Bind(T.cast(buffer * (self.size // CHUNK), "uint64"))
+        T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+        for number, part in enumerate(self.part, 1):
+            sums = [part[i] for i in range(self.config.tiles_n * SUMS)]
+            later = not first
+            for product in products:
+                for terms in range(LINE // (2 * GROUP_TERMS)):
+                    places = [
+                        self.descriptors[n][0] + behind + T.uint64(self._place(n, half, terms))
+                        for n, half in zip((0, number), product, strict=True)
+                    ]
+                    T.evaluate(T.ptx[name](*sums, *places, T.ptx.pred(later), 1, 1, 0, 0))
+                    later = True
+        T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+
+    def _place(self, number: int, part: int, terms: int) -> int:
+        """Distance of terms of a part from an operand's first ones, in units of 16 bytes."""
+        rows = self.loaders[number].panel.rows
+        return (part * rows * LINE + terms * 2 * GROUP_TERMS) // CHUNK
 
 
 def multiply_parts(
