@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import tvm
 from torch import nn
+from tvm import relax
 
 import tvm_fusion
 from tvm_fusion.check import kernels
@@ -14,8 +16,10 @@ from tvm_fusion.compilation import one_function
 from tvm_fusion.flow.functions import planned_function
 from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.plan.search.search import unfused_plan
+from tvm_fusion.runtime.build import build, join_writes
 
 from ..planted import planted
+from ..runtime.test_join_writes import step
 from .test_written_memory import WRONG, other_value
 from .test_written_memory import planted as planted_write
 
@@ -194,6 +198,37 @@ def test_a_wrong_write_into_a_cache_is_found(wrong, monkeypatch, caplog):
     model = planned_function(Cached(1), "llvm", example_inputs=with_caches(1))
     done = planted_write(monkeypatch, WRONG[wrong])
     assert kernels.kernels_checked(model.build()) is None
+    assert any(f"kernel {done[0]}" in r.message for r in caplog.records)
+
+
+@pytest.fixture
+def writes_are_joined(monkeypatch):
+    """As they are on a GPU."""
+    pipeline = build.lowering_pipeline
+
+    def joining(*args, **options):
+        passes = [relax.transform.LegalizeOps(), join_writes.JoinWrites()]
+        return tvm.transform.Sequential([*passes, pipeline(*args, **options)])
+
+    monkeypatch.setattr(build, "lowering_pipeline", joining)
+
+
+def test_writes_that_are_one_launch_are_checked_each(writes_are_joined):
+    model = planned_function(step(), "llvm")
+    made = model.build()
+    ((parts,),) = [made.built.joined.values()]
+    assert len(parts) == 2
+    found = kernels.kernels_checked(made)
+    assert found.verification.passed
+    assert {*parts} <= found.group_errors.keys()
+
+
+def test_a_wrong_write_of_a_joint_launch_is_found(writes_are_joined, monkeypatch, caplog):
+    model = planned_function(step(), "llvm")
+    done = planted_write(monkeypatch, other_value)
+    made = model.build()
+    assert made.built.joined
+    assert kernels.kernels_checked(made) is None
     assert any(f"kernel {done[0]}" in r.message for r in caplog.records)
 
 

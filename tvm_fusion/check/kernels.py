@@ -343,18 +343,24 @@ def _seen(
     varies = {n: [not _is_constant(e) for e in calls[n].arguments] for n in cases}
 
     def look(_function: Any, name: str, before: bool, _result: Any, *arguments: Any) -> int:
-        if name in cases and name not in given:
-            case = cases[name]
-            if before:
-                own = arguments[: case.count]
-                taken[name] = _copied(
-                    [x if v else None for x, v in zip(own, varies[name], strict=True)]
-                )
-            elif case.results is None:
-                given[name] = _copied(arguments[case.count :])
-            else:
-                given[name] = _copied([arguments[i] for i in case.results])
+        rest = arguments
+        for part in built.joined.get(name, ()):
+            look_at(part, before, rest[: cases[part].count])
+            rest = rest[cases[part].count :]
+        if name in cases:
+            look_at(name, before, arguments)
         return _CARRY_ON
+
+    def look_at(name: str, before: bool, arguments: Sequence[Any]) -> None:
+        case = cases[name]
+        if before and name not in taken:
+            own = arguments[: case.count]
+            taken[name] = _copied(
+                [x if v else None for x, v in zip(own, varies[name], strict=True)]
+            )
+        elif not before and name not in given:
+            places = range(case.count, len(arguments)) if case.results is None else case.results
+            given[name] = _copied([arguments[i] for i in places])
 
     run = runner(built, look=look)
     found: dict[str, list[tuple[int, Arrays, Arrays]]] = {name: [] for name in cases}

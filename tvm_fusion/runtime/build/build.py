@@ -37,6 +37,7 @@ from .cubin_cache import Compiling
 from .cuda_compiler import DeviceCode, cuda_arch, find_compiler, kernel_names
 from .destinations import AddDestinations, Destinations
 from .early_launches import Calls, LaunchTimes
+from .join_writes import JOINED_ATTR
 from .kernel_code import (
     CudaUnit,
     KernelBuildError,
@@ -105,6 +106,8 @@ class Built:
         The function beside it that is given such outputs.
     plain : Mapping[str, str]
         The PrimFuncs that no rule could schedule, and how they run (see `plain_schedule`).
+    joined : Mapping[str, tuple[str, ...]]
+        The PrimFuncs that are several in one launch, and the names of these (`join_writes`).
     weights : WeightValues or None
         What the functions of the executable take behind their inputs.
     entries : tuple of str
@@ -124,6 +127,7 @@ class Built:
     own: tuple[bool, ...] = ()
     destinations: Destinations | None = None
     plain: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     early: frozenset[str] = frozenset()
     weights: WeightValues | None = None
     entries: tuple[str, ...] = ()
@@ -255,6 +259,11 @@ def build_entries(
             gvar.name_hint: str(func.attrs[PLAIN_ATTR])
             for gvar, func in functions.items()
             if PLAIN_ATTR in (func.attrs or {})
+        },
+        "joined": {
+            gvar.name_hint: tuple(map(str, func.attrs[JOINED_ATTR]))
+            for gvar, func in functions.items()
+            if JOINED_ATTR in (func.attrs or {})
         },
     }
     return {

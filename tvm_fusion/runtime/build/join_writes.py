@@ -29,6 +29,9 @@ from ...transform.lower.ordered_writes import DISTINCT_ATTR
 
 _IN_PLACE = [tvm.ir.Op.get(f"relax.{n}") for n in ("call_tir_inplace", "call_inplace_packed")]
 
+JOINED_ATTR = "tvm_fusion.joined_writes"
+"""On a joint function: the names of those that it is; it takes the arguments of each in turn."""
+
 MOST = 8
 """Tensors that a launch writes into, each with what it takes: their pointers are parameters."""
 
@@ -181,6 +184,7 @@ class _Joiner(PyExprMutator):
         gvars = tuple(binding.value.args[0] for binding in group)
         if gvars not in self.known:
             func = _joint([self.writes[gvar] for gvar in gvars])
+            func = func.with_attr(JOINED_ATTR, [gvar.name_hint for gvar in gvars])
             self.known[gvars] = self.builder_.add_func(func, "writes")
         given, places = [], []
         for binding, gvar in zip(group, gvars, strict=True):
