@@ -248,7 +248,7 @@ def _launch(
     ranges = [(t.data_ptr(), _nbytes(t)) for t in tensors]
     numbers = [_number(a) for a in args[:count]]
     scratch, known = [], {low for low, _ in ranges}
-    for n, value in enumerate(numbers):
+    for n, value in enumerate(numbers if lowered.scratch_bytes else ()):  # else these are maps
         if isinstance(value, ctypes.c_void_p) and value.value not in known:
             scratch.append(np.full(lowered.scratch_bytes, 0xFF, "uint8"))
             numbers[n] = ctypes.c_void_p(scratch[-1].ctypes.data)
