@@ -32,7 +32,7 @@ from tvm_fusion.kernels.contraction.reader import Contraction, analyze_contracti
 from tvm_fusion.kernels.gemm.mma.kernel import emit_gemm_mma
 from tvm_fusion.kernels.gemm.mma.plan import MmaConfig
 from tvm_fusion.kernels.gemm.mma.problem import read_mma
-from tvm_fusion.kernels.gemm.mma.rank import check_config
+from tvm_fusion.kernels.gemm.mma.rank import GROUP_TILES, check_config
 from tvm_fusion.kernels.gemm.simt.kernel import emit_gemm_simt
 from tvm_fusion.runtime.build.build import build_functions
 
@@ -60,10 +60,7 @@ TILES = (
     "64,64,32,32,64,4",
     "64,64,32,32,128,3",
     "32,32,16,16,128,3",
-    "128,128,16,128,128,3,wgmma",
-    "128,64,16,64,128,3,wgmma",
-    "64,128,16,128,128,3,wgmma",
-    "64,64,16,64,128,3,wgmma",
+    *(f"{m},{n},16,{n},128,3,wgmma" for m, n in GROUP_TILES),
 )
 
 Job = tuple[str, str, str]

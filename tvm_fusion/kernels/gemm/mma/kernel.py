@@ -31,7 +31,7 @@ from .operand import Copy, Loader, Place, Shift
 from .plan import Fragments, MmaConfig, Words
 from .problem import Loop, MmaSegment, Way, read_mma
 from .rank import check_config, mma_ranked, parts_bytes, ring_bytes, table_bytes
-from .split import PART_BUFFERS, GroupProducts, SplitProducts
+from .split import GROUP_STEPS, PART_BUFFERS, GroupProducts, SplitProducts
 from .units import (
     commit_async,
     load_matrices,
@@ -244,30 +244,33 @@ class _MainLoop:
         those of the present one are multiplied. A slice is brought one step earlier than elsewhere,
         since its stage is free as soon as it is split.
         """
-        groups, numbers = self.groups, range(len(self.loaders))
+        groups = self.groups
         self._ahead(T.int32(0))
-        for number in numbers:
-            groups.split(number, T.int32(0), T.int32(0))
-        self._next_slice()
-        with T.serial(0, self.steps, unroll=False) as step:
-            present, following = T.Bind(step % PART_BUFFERS), T.Bind((step + 1) % PART_BUFFERS)
-            stage = T.Bind((step + 1) % self.config.stages)
-            groups.begin(present)
-            self._ahead(T.Bind(step + 1))
-            with T.If(self._exists(step + 1)), T.Then():
-                groups.split(0, stage, following)
-            groups.follow(present)
-            with T.If(self._exists(step + 1)), T.Then():
-                for number in numbers[1:]:
-                    groups.split(number, stage, following)
-            groups.add(self.sums)
-            self._next_slice()
-
-    def _next_slice(self) -> None:
-        """Parts that were written can be multiplied, and the slice behind them is there."""
-        fence_shared()
-        T.evaluate(wait_async(self.config.stages - 2))
+        self._split_slice(T.int32(0))
         T.evaluate(T.cuda.cta_sync())
+        with T.serial(0, ceil_div(self.steps, GROUP_STEPS), unroll=False) as window:
+            first = T.Bind(window * GROUP_STEPS)
+            count = T.Bind(tirx.Min(self.steps - first, T.int32(GROUP_STEPS)))
+            with T.serial(0, count, unroll=False) as place:
+                step = T.Bind(first + place)
+                groups.begin(step % PART_BUFFERS, place > 0)
+                groups.wait_for_step_before()
+                T.evaluate(wait_async(self.config.stages - 2))
+                T.evaluate(T.cuda.cta_sync())
+                following = T.Bind(step + 1)
+                self._ahead(following)
+                with T.If(self._exists(following)), T.Then():
+                    self._split_slice(following)
+                groups.add(self.sums)
+                T.evaluate(T.cuda.cta_sync())
+            groups.finish(self.sums)
+
+    def _split_slice(self, step: Expr) -> None:
+        """Writes the parts of a step, which wgmma may read behind the next barrier."""
+        c = self.config
+        for number in range(len(self.loaders)):
+            self.groups.split(number, step % c.stages, step % PART_BUFFERS)
+        fence_shared()
 
     def _read_pair(self, number: int, tiles: Iterable[int], stage: Expr, turn: int) -> None:
         """Fragments of two rounds, of some tiles of an operand."""

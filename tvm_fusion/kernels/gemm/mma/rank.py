@@ -54,6 +54,9 @@ MIN_STAGES, MAX_STAGES = 3, 5
 # Registers of a thread: its sums, two sets of fragments, and what addresses and loads take.
 OTHER_REGISTERS = 40
 EVALUATION_REGISTERS = 8
+# What a block splits beside its wgmmas: 239 and 143 registers with 64 and 32 sums (sm_90a, CUDA
+# 13.0), each of which has two more of a step's products.
+SPLIT_REGISTERS = 8
 # Of products of 8-bit floats on Hopper, beside what those of halves take: 27 and 35 of tiles of
 # warps of 64 x 32 (sm_90, CUDA 13.0); those of 64 x 64 spilled 96 to 264 bytes.
 WIDE_FLOAT8_REGISTERS = 36
@@ -81,6 +84,14 @@ SPLIT_INSTRUCTIONS, SUM_INSTRUCTIONS = 7.0, 1.0
 SPLIT_PRODUCTS = PRODUCTS / 2
 # Rows and columns of most of the tiles of warps that split.
 SPLIT_TILE = (32, 32)
+
+# Of blocks that split what their warpgroups multiply (machine code for sm_90a: 432 instructions a
+# warp for 128 x 128 x 32): an element, with its way through registers, and what a warp does beside.
+# Share of the rate of wgmma: an estimate. None was run on a GPU, so that none is a candidate; where
+# tests/gpu/sweep_split.py finds them right and faster, `_candidates` may add GROUP_TILES.
+GROUP_TILES = ((128, 128), (128, 64), (64, 128), (64, 64))
+ELEMENT_INSTRUCTIONS, GROUP_INSTRUCTIONS = 7.0, 144.0
+GROUP_SHARE = 0.75
 
 # What follows is fitted to 18 shapes on an H200 (2026-11-20, 220 kernels; predictions are off by 7
 # to 16 % a shape, first choices lose 5 % at most where nothing is computed).
@@ -239,6 +250,8 @@ def _registers(segment: MmaSegment, c: MmaConfig, hw: HardwareProfile) -> int:
     most = max(len(loop.b) for loop in segment.loops)
     fragments = 2 * (c.tiles_m * 4 + most * c.tiles_n * 2)
     held = max(_held(loop, c) for loop in segment.loops)
+    if c.wgmma:
+        return 3 * sums + held + SPLIT_REGISTERS + OTHER_REGISTERS
     parts = c.tiles_m * (PARTS * A_REGISTERS + SUMS) + PARTS * B_REGISTERS if c.split else 0
     float8 = any(loop.a.dtype in FLOAT8_DTYPES for loop in segment.loops)
     wide = WIDE_FLOAT8_REGISTERS if float8 and hw.architecture.has_wide_float8_mma else 0
@@ -337,6 +350,8 @@ def _step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
     idle = max(1.0, 4 / c.warps)
     split = c.split and loop.a.dtype == "float32"
     arithmetic = flop / rate * idle
+    if c.wgmma:
+        return _group_step_seconds(loop, c, hw)
     if split:
         tile = c.warp_m, c.warp_n
         arithmetic *= SPLIT_PRODUCTS
@@ -348,6 +363,21 @@ def _step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
     shared = (read + written + units) / clock
     port = c.stage_bytes(len(loop.b)) / PORT_BYTES / clock
     return max(arithmetic, shared, port)
+
+
+def _group_step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
+    """The same where the block splits the step behind while its warpgroups multiply."""
+    clock, products = hw.clock_ghz * 1e9, len(loop.products)
+    rate = hw.tensor_flop_per_s["bfloat16"] * GROUP_SHARE / hw.num_sms
+    rows, terms = c.block_m + len(loop.b) * c.block_n, c.step_bytes // loop.a.element
+    cells = c.block_m * c.block_n * products
+    arithmetic = 2.0 * PRODUCTS * cells * terms / rate
+    issued = rows * terms * ELEMENT_INSTRUCTIONS / 32 + cells / 32 + c.warps * GROUP_INSTRUCTIONS
+    # Slices are written and read once, parts written once and read by each warpgroup.
+    group = (GROUP_ROWS + c.block_n) * PRODUCTS * products * (c.block_m // GROUP_ROWS)
+    shared = (2 * rows * c.step_bytes + (PARTS * rows + group) * c.step_bytes // 2) / 128
+    port = c.stage_bytes(len(loop.b)) / PORT_BYTES
+    return max(arithmetic, max(issued / 4, shared, port) / clock)
 
 
 def split_cycles(warp: tuple[int, int]) -> float:

@@ -11,8 +11,8 @@ one. (Henry, Tang and Heinecke, Leveraging the bfloat16 artificial intelligence 
 higher-precision computations, 2019.)
 
 Tensor cores cut sums off where they add, which of a long sum leaves less than float32 would: they
-add the products of 16 terms, and the sums of these are rounded to the nearest outside. (Ootomo and
-Yokota, Recovering single precision accuracy from Tensor Cores, 2022.)
+add the products of 16 terms (wgmma: 32), and the sums of these are rounded to the nearest outside.
+(Ootomo and Yokota, Recovering single precision accuracy from Tensor Cores, 2022.)
 """
 
 from __future__ import annotations
@@ -109,6 +109,14 @@ GROUP_TERMS, CHUNK_TERMS = 16, CHUNK // 2
 
 PART_BUFFERS = 2
 
+GROUP_STEPS = 32
+"""Steps whose smaller products, 2^-7 of the others, are added up by wgmma: what it cuts off behind
+24 bits of a sum, for each of 10 products of 16 terms in a step, is less than 2^-22 of the others.
+"""
+
+LOWEST = -3.4028234663852886e38
+"""The least finite float32, which takes the place of NaN where the sum is infinite or NaN."""
+
 
 def part_bytes(config: MmaConfig, columns: int) -> int:
     """Shared memory of the parts of two steps of a loop with `columns` B operands."""
@@ -117,7 +125,8 @@ def part_bytes(config: MmaConfig, columns: int) -> int:
 
 class GroupProducts:
     """The block splits a step's operands in shared memory, while its warpgroups multiply the parts
-    of the step before: each element is split once, whichever warps read it.
+    of the step before: each element is split once, whichever warps read it. `part` are sums of the
+    first parts' products in a step, `rest` those of the smaller ones in `GROUP_STEPS`.
     """
 
     def __init__(self, loaders: Sequence[Loader], config: MmaConfig, memory: Expr, thread: Expr):
@@ -129,6 +138,7 @@ class GroupProducts:
         self.size = at
         count = config.tiles_n * SUMS
         self.part = [T.alloc_local((count,), "float32") for _ in loaders[1:]]
+        self.rest = [T.alloc_local((count,), "float32") for _ in loaders[1:]]
         self.words = T.alloc_local((2 * CHUNK // 4,), "uint32")
         self.chunks = [T.alloc_local((CHUNK // 4,), "uint32") for _ in range(PARTS)]
         self.descriptors = []
@@ -179,34 +189,46 @@ class GroupProducts:
             at = panel.place(line, row * panel.element // CHUNK) + row * panel.element % CHUNK
             T.buffer_store(self.words, shared_word(loader.place.at(stage, at)), [term])
 
-    def begin(self, buffer: Expr) -> None:
-        """Starts the smaller products of what was split."""
-        self._issue(buffer, SMALL_PRODUCTS, first=True)
+    def begin(self, buffer: Expr, more: Expr) -> None:
+        """Starts the products of what was split, those of the first parts before the smaller ones,
+        which are added to those of the steps before if there are `more`.
+        """
+        T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+        self._issue(self.part, buffer, FIRST_PRODUCT, False)
+        self._issue(self.rest, buffer, SMALL_PRODUCTS, more)
 
-    def follow(self, buffer: Expr) -> None:
-        """Waits for the smaller products, and starts those of the first parts."""
-        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
-        for part in self.part:
-            with T.serial(part.shape[0], unroll=True) as i:
-                # NaN where a term is infinite, as above.
-                finite = at_least(part[i], constant(LEAST_REST, "float32"))
-                T.buffer_store(part, finite, [i])
-        self._issue(buffer, FIRST_PRODUCT, first=False)
+    def wait_for_step_before(self) -> None:
+        """Waits for the products of the step before the one that was begun."""
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(2))
 
     def add(self, sums: Sequence[Expr]) -> None:
-        """Waits for these, and adds them to the sums."""
-        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+        """Waits for the products of the first parts, and adds them to the sums."""
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
         for part, total in zip(self.part, sums, strict=True):
             with T.serial(part.shape[0], unroll=True) as i:
                 T.buffer_store(total, total[i] + part[i], [i])
 
-    def _issue(self, buffer: Expr, products: Sequence[tuple[int, int]], first: bool) -> None:
+    def finish(self, sums: Sequence[Expr]) -> None:
+        """Waits for the smaller products, and adds them to the sums."""
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+        for rest, total in zip(self.rest, sums, strict=True):
+            with T.serial(rest.shape[0], unroll=True) as i:
+                # NaN where a term is infinite: the sum is that or NaN by then.
+                finite = at_least(rest[i], constant(LOWEST, "float32"))
+                T.buffer_store(total, total[i] + finite, [i])
+
+    def _issue(
+        self,
+        parts: Sequence[Expr],
+        buffer: Expr,
+        products: Sequence[tuple[int, int]],
+        more: Expr | bool,
+    ) -> None:
         name = f"wgmma.mma_async.sync.aligned.m64n{self.config.block_n}k{GROUP_TERMS}.f32.bf16.bf16"
         behind = T.Bind(T.cast(buffer * (self.size // CHUNK), "uint64"))
-        T.evaluate(T.ptx.wgmma.fence.sync.aligned())
-        for number, part in enumerate(self.part, 1):
+        for number, part in enumerate(parts, 1):
             sums = [part[i] for i in range(self.config.tiles_n * SUMS)]
-            later = not first
+            later = more
             for product in products:
                 for terms in range(LINE // (2 * GROUP_TERMS)):
                     places = [
