@@ -333,6 +333,28 @@ def test_parts_of_a_step_are_split_while_those_before_are_multiplied(config, mon
         check(found, emit(found, config))
 
 
+def small(inputs):
+    """The inputs of a case in float32, of fewer rows, columns and terms."""
+    sizes = {graphs.M: 40, graphs.N: 48, graphs.K: 72}
+    return tuple((tuple(sizes.get(n, n) for n in shape), FLOAT) for shape, _ in inputs)
+
+
+BESIDE = (
+    "bias, gelu, residual",
+    "gate and up",
+    "scores of permuted heads",
+    "computed operand",
+    "products of different operands",
+)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_warpgroups_multiply_parts_of_float32_beside_what_is_computed(name):
+    found = dataclasses.replace(named(name), inputs=small(named(name).inputs))
+    config = dataclasses.replace(GROUPS[0], block_n=32, warp_n=32)
+    check(found, emit(found, config))
+
+
 def test_warpgroups_multiply_parts_without_spills_or_waiting_for_each_product():
     func = fuse(graphs.linear, ((512, 511), FLOAT), ((768, 511), FLOAT))
     config = MmaConfig(128, 128, 16, 128, 128, 3, split=True, wgmma=True)

@@ -8,6 +8,9 @@ through registers, where they may be computed. Warps read fragments of the next 
     step i:   round 0      registers -> stage i - 2;  loads of step i + stages - 1
               round ...    ldmatrix of round r + 1, mma.sync of round r
               last round   wait for stage i + 1, barrier, ldmatrix of its round 0
+
+Float32 may be multiplied in parts (`split`): by each warp, or, with wgmma, by warpgroups, which
+multiply parts that the block writes to shared memory.
 """
 
 from __future__ import annotations
