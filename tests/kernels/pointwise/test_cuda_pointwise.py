@@ -13,6 +13,7 @@ from tvm.script import tirx as T
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels.gpu import vectors
 from tvm_fusion.kernels.pointwise.kernel import (
     PointwiseConfig,
     emit_pointwise,
@@ -276,6 +277,21 @@ def check(case, config=None, exact=False):
     kernel = emit_pointwise(program, H200, config)
     assert_right(case, func, kernel)
     return kernel
+
+
+def pieces(bb, *parts):
+    return op.exp(bb.emit(op.concat(parts, axis=-1)))
+
+
+def test_conditions_of_equal_pieces_are_decided_once(monkeypatch):
+    asked = []
+    plain = vectors.below
+    monkeypatch.setattr(vectors, "below", lambda *args: asked.append(args[0]) or plain(*args))
+    program = analyze(fuse(pieces, *[((8, 64), "float16")] * 8))
+    found = vectors.vector_elements(program, 8)
+    assert len(found) == 8
+    # of each of 7 borders the condition and its negation, in the first column and in any
+    assert len(asked) == 7 * 2 * 2
 
 
 @pytest.mark.one_in(4)

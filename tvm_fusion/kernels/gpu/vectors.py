@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import tvm
+import tvm_ffi
 from tvm import tirx
 from tvm.ir import Expr, Var
 
@@ -234,13 +235,16 @@ def vector_elements(program: Program, width: int) -> Mapping[Var, VectorElement]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lanes:
-    """The columns of any vector of a program: `start` and, of the lane `lane`, `start` + `lane`."""
+    """The columns of any vector of a program: `start` and, of the lane `lane`, `start` + `lane`.
+    `alike` has what `_is_one` found: the pieces of a concatenation have the same conditions.
+    """
 
     column: Var
     width: int
     start: Expr
     lane: Var
     analyzer: tvm.sym.Analyzer
+    alike: dict[tvm_ffi.StructuralKey, bool] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program, width: int) -> _Lanes:
@@ -274,9 +278,12 @@ class _Lanes:
 
     def _is_one(self, guard: Expr) -> bool:
         """Whether a condition is the same in all columns."""
-        if not uses_any(guard, {self.column}):
-            return True
-        return same(*(below(each, self.analyzer) for each in self._of(guard)))
+        key = tvm_ffi.StructuralKey(guard)
+        if key not in self.alike:
+            self.alike[key] = not uses_any(guard, {self.column}) or same(
+                *(below(each, self.analyzer) for each in self._of(guard))
+            )
+        return self.alike[key]
 
 
 def below(guard: Expr, analyzer: tvm.sym.Analyzer) -> Expr:

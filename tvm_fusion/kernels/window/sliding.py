@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ...ir.access import Affine, Block, Reduction
 
@@ -39,10 +40,11 @@ class Sliding:
         """Places from the first to the last that neighbouring results look at."""
         return self.stride * (results - 1) + self.dilation * (self.taps - 1) + 1
 
-    def needed(self, results: int) -> list[int]:
+    @lru_cache(maxsize=1024)  # noqa: B019 - a few numbers; each configuration asks 20 times
+    def needed(self, results: int) -> tuple[int, ...]:
         """The places of such a run that any of them looks at."""
         found = {self.place(n, tap) for n in range(results) for tap in range(self.taps)}
-        return sorted(found)
+        return tuple(sorted(found))
 
     def place(self, result: int, tap: int) -> int:
         """Where the tap of a result lies."""

@@ -315,7 +315,8 @@ class _Model:
         f, work = self.fitted, self.work
         waves = -(-self.tiles // self.blocks)
         last = self.tiles - (waves - 1) * self.blocks
-        whole, rest = self._step(self.blocks), self._step(last)
+        whole = self._step()
+        rest = whole if last == self.blocks else {**whole, "l2": self._l2(last)}
         body = self.steps * ((waves - 1) * _longest(whole) + _longest(rest))
         epilogue = self._epilogue()
         shown = epilogue
@@ -332,10 +333,10 @@ class _Model:
         shown = {name: seconds for name, seconds in terms.items() if seconds > 0}
         return GemmTime(f.start_s + _norm(longest, f.exponent) + exchange, shown)
 
-    def _step(self, tiles: int) -> dict[str, float]:
-        """Seconds of one step while so many tiles are under way, by what limits it."""
+    def _step(self) -> dict[str, float]:
+        """Seconds of one step while all places have a tile, by what limits it."""
         f, t, work = self.fitted, self.tile, self.work
-        a, b = self._rows_of_box() * STEP_BYTES * t.rim, t.block_n * STEP_BYTES * t.taps
+        a, b = self._boxes()
         port = 0.0
         for size, whole, shared in (
             (a, work.a_whole_lines, 1),
@@ -346,7 +347,6 @@ class _Model:
             port += size / f.port_bytes_per_s if whole else max(own, size / f.port_bytes_per_s)
         single = t.block_m == 64 and t.block_n == 64 and not t.deferred and t.split == 1
         clock = self.hw.clock_ghz * 1e9 * f.tensor_clock
-        from_a, from_b = self._shared()
         stages, latency = t.taps if t.streams else 1, self.hw.l2_latency_s / t.stages
         return {
             "step": stages * max(f.single_step_s if single else f.step_s, latency),
@@ -354,8 +354,19 @@ class _Model:
             "port": port,
             "smem": self._shared_memory() / (clock * f.smem_bytes_per_cycle),
             "computed": self._computed(),
-            "l2": tiles * t.split * (a * from_a + b * from_b) / self.hw.l2_bytes_per_s,
+            "l2": self._l2(self.blocks),
         }
+
+    def _l2(self, tiles: int) -> float:
+        """Seconds of the L2 in a step while so many tiles are under way."""
+        a, b = self._boxes()
+        from_a, from_b = self._shared()
+        return tiles * self.tile.split * (a * from_a + b * from_b) / self.hw.l2_bytes_per_s
+
+    def _boxes(self) -> tuple[float, int]:
+        """Bytes of A and of B that a tile takes in a step."""
+        t = self.tile
+        return self._rows_of_box() * STEP_BYTES * t.rim, t.block_n * STEP_BYTES * t.taps
 
     def _computed(self) -> float:
         """Seconds in which consumers compute A, each its rows: for each tap or, where all read the
