@@ -15,6 +15,7 @@ from tvm_fusion.config import card_names, load_profile, profile_text, resolve_ta
 from tvm_fusion.config import targets as _targets
 from tvm_fusion.config.cards import Card, cards
 from tvm_fusion.config.files import profile_of_card
+from tvm_fusion.config.links import link_of
 from tvm_fusion.config.toml import number_fields
 from tvm_fusion.errors import ConfigError, TargetError
 from tvm_fusion.extend import register_profile
@@ -304,3 +305,23 @@ def test_calibrate_measures_no_card_that_is_not_there(gpu):
     gpu("NVIDIA L4", "sm_89", **L4)
     with pytest.raises(TargetError, match="the GPU of this machine is NVIDIA L4, not nvidia_a10"):
         _device("nvidia_a10")
+
+
+@pytest.mark.parametrize(
+    ("operator", "size_bytes", "ranks", "us"),
+    [
+        ("all_reduce", 8192, 2, 6.6 + 2 * 0.6 + 2 * 4096 / 3.29e5 / 0.5),
+        ("all_reduce_", 1 << 30, 2, 8.4 + 2 * 3.4 + (1 << 30) / 3.29e5),
+        ("all_reduce_", 1 << 30, 8, 8.4 + 14 * 3.4 + 1.75 * (1 << 30) / 3.29e5),
+        ("all_gather_into_tensor", 1 << 30, 4, 8.4 + 3 * 3.4 + 0.75 * (1 << 30) / 3.29e5),
+        ("all_reduce", 8192, 1, 0.0),
+        ("all_to_all_single", 8192, 2, None),
+    ],
+)
+def test_a_collective_takes_what_a_ring_of_links_does(operator, size_bytes, ranks, us):
+    found = link_of(90).ring_us(operator, size_bytes, ranks)
+    assert found == (us if us is None else pytest.approx(us))
+
+
+def test_a_link_that_nobody_measured_is_unknown():
+    assert link_of(120) is None

@@ -2,10 +2,16 @@
 
 import operator
 
+import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
-from tvm_fusion.torch_backend.collectives import collectives, merge_repeated, wait_late
+from tvm_fusion.torch_backend.collectives import (
+    collectives,
+    merge_repeated,
+    reduce_in_place,
+    wait_late,
+)
 
 _functional = torch.ops._c10d_functional
 GATHER, WAIT = _functional.all_gather_into_tensor.default, _functional.wait_tensor.default
@@ -70,3 +76,49 @@ def test_a_wait_stays_in_front_of_what_may_write_into_what_is_sent():
     assert targets(graph)[:3] == [SEND, WAIT, operator.neg]
     wait_late(graph, ())
     assert targets(graph)[:3] == [SEND, operator.neg, WAIT]
+
+
+def summed(part, reducers=1):
+    """A graph that sums up the first result of a part; returns the targets of the sums."""
+    x, whole = torch.empty(4, 8), fx.Graph()
+    root = nn.Module()
+    root.part = fx.GraphModule({}, part)
+    given = whole.placeholder("x")
+    call = whole.call_module("part", (given,))
+    results = [whole.call_function(operator.getitem, (call, i)) for i in range(2)]
+    for result in results:
+        result.meta["val"] = x
+    sent = [whole.call_function(SEND, (results[0], "sum", "0")) for _ in range(reducers)]
+    whole.output((*(whole.call_function(WAIT, (node,)) for node in sent), results[1]))
+    reduce_in_place(call, root.part)
+    return [node.target for node in sent]
+
+
+def part_of(first, second):
+    part = fx.Graph()
+    x = part.placeholder("x")
+    made = part.call_function(first, (x,))
+    part.output((made, part.call_function(*second(x, made))))
+    return part
+
+
+aten = torch.ops.aten
+IN_PLACE = _functional.all_reduce_.default
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "target"),
+    [
+        (aten.sin.default, lambda x, made: (aten.cos.default, (x,)), IN_PLACE),
+        (aten.sin.default, lambda x, made: (aten.view.default, (made, [-1])), SEND),
+        (aten.t.default, lambda x, made: (aten.cos.default, (x,)), SEND),
+        (aten.dropout.default, lambda x, made: (aten.cos.default, (x,)), SEND),
+    ],
+)
+def test_what_a_part_alone_gives_is_summed_up_where_it_lies(first, second, target):
+    assert summed(part_of(first, second)) == [target]
+
+
+def test_what_is_read_twice_is_copied_and_summed_up():
+    part = part_of(aten.sin.default, lambda x, made: (aten.cos.default, (x,)))
+    assert summed(part, reducers=2) == [SEND, SEND]

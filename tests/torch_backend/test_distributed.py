@@ -21,8 +21,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tvm_fusion.torch_backend  # noqa: F401 - makes the backend known
+from tvm_fusion.config.links import link_of
 
 
 class Block(nn.Module):
@@ -188,6 +190,8 @@ PARTS = [10, 11, 1]  # cut behind each product that is summed up
     ("make", "processes", "launches", "collectives"),
     [
         ("tensor_parallel", 2, PARTS, 2),
+        pytest.param("tensor_parallel", 1, PARTS, 2, marks=pytest.mark.nightly),
+        pytest.param("tensor_parallel", 4, PARTS, 2, marks=pytest.mark.nightly),
         ("data_parallel", 2, [10, 10], 0),
         ("sharded", 2, [13], 0),  # both blocks run one graph, whose weights are inputs
         ("sequence_parallel", 2, [1, 13, 2, 13, 1], 4),  # both products take what is gathered once
@@ -211,3 +215,67 @@ def test_processes_that_come_late_or_have_no_cache_agree(tmp_path):
 def test_a_process_that_ends_is_an_error_in_the_others():
     job = Job("tensor_parallel", 2, free_port(), PARTS, 2)
     multiprocessing.spawn(end_in_between, (job,), nprocs=2)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.queries, self.keys, self.values = (nn.Linear(16, 32, bias=False) for _ in range(3))
+        self.out = nn.Linear(32, 16, bias=False)
+
+    def forward(self, x):
+        q, k, v = (
+            project(x).unflatten(-1, (-1, 8)).transpose(1, 2)
+            for project in (self.queries, self.keys, self.values)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    """Widths of Llama 2 7B and Qwen 2.5; what is summed up is narrow."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(16, 11008, bias=False) for _ in range(2))
+        self.down, self.head = nn.Linear(11008, 16, bias=False), nn.Linear(16, 152064, bias=False)
+
+    def forward(self, x):
+        x = x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return self.head(nn.functional.rms_norm(x, (16,)))
+
+
+@pytest.fixture
+def one_of():
+    """One process of several that are not there: what they would give is left out."""
+
+    def begin(processes):
+        distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=processes)
+        return init_device_mesh("cpu", (processes,))
+
+    torch._dynamo.reset()
+    yield begin
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("make", "processes", "rows"),
+    [(Attention, 4, "out"), (Gated, 4, "down"), (Gated, 8, "down")],
+)
+def test_what_one_process_has_is_computed_in_parts(make, processes, rows, one_of):
+    torch.manual_seed(0)
+    model, x, told = make().eval(), torch.randn(2, 8, 16), []
+    plan = {name: ColwiseParallel() for name, _ in model.named_children()}
+    plan[rows] = RowwiseParallel()
+    parallelize_module(model, one_of(processes), plan, src_data_rank=None)
+    options = {"verify": False, "report": told.append}
+    fused = torch.compile(model, backend="tvm_fusion", options=options)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="tvm_fusion")
+        torch.testing.assert_close(fused(x), model(x), rtol=1e-4, atol=1e-4)
+    assert len(told) == 2
+    assert not any(one.outside for one in told)
+    (collective,) = told[0].to_json()["collectives"]
+    assert collective["ranks"] == processes
+    assert collective["predicted_us"] is None  # over memory
+    assert told[0].collectives[0].predicted_us(link_of(90)) > 6

@@ -38,6 +38,9 @@ class Calls(Protocol):
         """Look at no value of a weight that was seen before."""
 
 
+_attention = torch.ops.aten.scaled_dot_product_attention.default
+_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
 Compiler = Callable[[fx.GraphModule, frozenset[int]], Calls]
 
 
@@ -78,7 +81,11 @@ def traced(
     gathered = are_gathered(graph)
     whole, table = _tables()
     if any(map(is_traceable_wrapper_subclass, inputs)):
-        whole = {}  # DTensor and its like know what they are composed of, not the whole
+        # DTensor and its like know what operators are composed of, not the whole; attention, which
+        # tensor parallel models compute of what each process has, stays whole of plain tensors
+        whole = {_attention: whole[_attention]} if _is_attention_plain(graph) else {}
+        if not whole:
+            table = {op: rule for op, rule in table.items() if op != _attention_on_cpu}
     # operators that are kept whole are not torn apart by their implicit decompositions
     with _override_composite_implicit_decomp(dict(whole)), states_in_shape():
         make = aot_autograd(
@@ -93,6 +100,14 @@ def traced(
         told(context.fw_metadata, context.guards_context.aotautograd_guards)
     wrapped = [i for i, x in enumerate(inputs) if is_traceable_wrapper_subclass(x)]
     return _watching(made, wrapped, calls) if wrapped else made
+
+
+def _is_attention_plain(graph: fx.GraphModule) -> bool:
+    """Whether attention is computed of plain tensors throughout a graph of Dynamo."""
+    function = torch.nn.functional.scaled_dot_product_attention
+    nodes = graph.graph.find_nodes(op="call_function", target=function)
+    given = (n.meta.get("example_value") for node in nodes for n in node.all_input_nodes)
+    return not any(map(is_traceable_wrapper_subclass, given))
 
 
 def _watching(

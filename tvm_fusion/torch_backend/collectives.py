@@ -1,15 +1,17 @@
-"""Operators that talk to other processes: torch's, each asked for once, and awaited late.
+"""Operators that talk to other processes: torch's, each asked for once, without a copy of what a
+part gives, and awaited late.
 
     before:  a = wait(gather(x)); b = linear(a, v); c = wait(gather(x)); d = linear(c, w)
     after:   a = wait(gather(x)); b = linear(a, v); d = linear(a, w)
 
     before:  a = reduce(part0(x)); b = wait(a); c = part1(y); d = part2(b, c)
-    after:   a = reduce(part0(x)); c = part1(y); b = wait(a); d = part2(b, c)
+    after:   a = reduce_(part0(x)); c = part1(y); b = wait(a); d = part2(b, c)
 
 All processes that take part run the same operators in the same order: what is done here depends on
 the graph alone, and is done before anything that may fail on one of them.
 """
 
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -19,10 +21,12 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from tvm_fusion.config.links import Link
 from tvm_fusion.frontends.torch.convention import viewing
 
 _NAMESPACES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _WAIT = "wait_tensor"
+_REDUCE = "_c10d_functional.all_reduce.default"
 # Those whose result depends on the inputs of all processes alone. A message that is sent twice is
 # received twice.
 _REPEATABLE = frozenset(
@@ -54,12 +58,21 @@ class Collective:
         The larger of what a process gives and what it gets; None for symbolic sizes.
     beside : tuple of str
         The parts that run between its start and the first wait for it.
+    ranks : int or None
+        The processes that take part; None where their group is not known here.
     """
 
     name: str
     operator: str
     bytes: int | None
     beside: tuple[str, ...]
+    ranks: int | None = None
+
+    def predicted_us(self, link: Link | None) -> float | None:
+        """How long it takes over a link; None where that is not known."""
+        if link is None or self.bytes is None or self.ranks is None:
+            return None
+        return link.ring_us(self.operator.split(".")[1], self.bytes, self.ranks)
 
 
 def is_of_processes(node: fx.Node) -> bool:
@@ -118,6 +131,32 @@ def wait_late(graph: fx.Graph, writers: Collection[fx.Node]) -> None:
         next(ends, graph.output_node()).prepend(node)
 
 
+def reduce_in_place(call: fx.Node, part: fx.GraphModule) -> None:
+    """Sum up what a part gives where it lies, if nobody else has to do with that memory: torch's
+    own sum copies it first.
+    """
+    (results,) = part.graph.output_node().args
+    bases = [root(result) for result in results]
+    for given in [user for user in call.users if user.target is operator.getitem]:
+        base, users = bases[given.args[1]], list(given.users)
+        is_alone = bases.count(base) == 1 and _makes_memory(base)
+        if not is_alone or len(users) != 1 or str(users[0].target) != _REDUCE:
+            continue
+        if given.meta["val"].is_contiguous():
+            users[0].target = torch.ops._c10d_functional.all_reduce_.default
+
+
+def _makes_memory(node: fx.Node) -> bool:
+    """Whether what an operator that is no view gives never lies in its operands' memory: what is
+    composed of others may return what it is given.
+    """
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    name, key = node.target.name(), "CompositeImplicitAutograd"
+    is_product = node.target.overloadpacket in (torch.ops.aten.linear, torch.ops.aten.matmul)
+    return is_product or not torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
 def awaited(value: Any) -> Any:
     """What a collective gives, when it is there."""
     return pytree.tree_map_only(torch.Tensor, torch.ops._c10d_functional.wait_tensor, value)
@@ -133,7 +172,7 @@ def collectives(graph: fx.Graph, is_part: Callable[[fx.Node], bool]) -> tuple[Co
         ends = [nodes.index(wait) for wait in _waits_of(node)]
         between = nodes[number : min(ends, default=number)]
         beside = tuple(str(other.target) for other in between if is_part(other))
-        found.append(Collective(node.name, str(node.target), _bytes(node), beside))
+        found.append(Collective(node.name, str(node.target), _bytes(node), beside, _ranks(node)))
     return tuple(found)
 
 
@@ -143,6 +182,15 @@ def _name(node: fx.Node) -> str:
 
 def _waits_of(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if is_wait(user)]
+
+
+def _ranks(node: fx.Node) -> int | None:
+    """The size of the group that an operator names last."""
+    name = node.args[-1] if node.args else None
+    try:
+        return torch._C._distributed_c10d._resolve_process_group(name).size()
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
 
 
 def _bytes(node: fx.Node) -> int | None:

@@ -1,6 +1,7 @@
 """The calls of one graph: cut into parts at the first one, when the weights are there."""
 
 import itertools
+import logging
 import operator
 import threading
 import time
@@ -18,13 +19,16 @@ from tvm_fusion.frontends.finish import first_line
 from tvm_fusion.frontends.torch.refusals import OperatorsRefused, listed
 from tvm_fusion.host.collector import others_set_aside
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+from tvm_fusion.runtime.graphs.capture_rules import CudaGraphOptions
 from tvm_fusion.torch_backend.collectives import Collective, awaited, collectives
 from tvm_fusion.torch_backend.kept_graphs import KeptGraph, Place
 from tvm_fusion.torch_backend.options import BackendOptions
 from tvm_fusion.torch_backend.part_calls import PartCalls, picker
 from tvm_fusion.torch_backend.part_reports import PartReport, tell, tell_of_times, trace
 from tvm_fusion.torch_backend.partition import NAME, Partition, partitioned
+from tvm_fusion.torch_backend.step_graphs import StepGraph, why_not
 
+_log = logging.getLogger(__name__)
 _numbers = itertools.count()
 
 
@@ -100,15 +104,27 @@ class GraphCalls:
         self._collectives = collectives(cut.graph.graph, lambda node: node.op == "call_module")
         if len(parts) == 1 and (run := _alone(cut, parts[0])):
             return run
-        for number, (call, part) in enumerate(zip(cut.parts, parts, strict=True)):
-            _call(call, part, number)
-        cut.graph.recompile()
-
-        def run(given: list[Any]) -> Any:
-            return cut.graph.forward(*given)
+        run = self._in_parts(cut, parts)
 
         is_told = (cut.outside or self._collectives) and self._options.report is not None
         return self._timed_once(cut, run) if is_told else run
+
+    def _in_parts(self, cut: Partition, parts: Sequence[PartCalls]) -> Callable[[list[Any]], Any]:
+        """Calls of parts and of what stands between; recorded, where they may be."""
+        device = next((d for d in map(_device, cut.parts) if d.type != "cpu"), torch.device("cpu"))
+        graphs = CudaGraphOptions.of(self._options.graphs_on(device))
+        why = "CUDA graphs are not asked for" if graphs is None else why_not(cut, device)
+        is_recorded = why is None
+        if graphs is not None and why is not None and self._collectives:
+            _log.warning("no CUDA graph of parts and collectives, parts have their own: %s", why)
+        for number, (call, part) in enumerate(zip(cut.parts, parts, strict=True)):
+            _call(call, part, number)
+            if is_recorded:
+                part.leave_capture()
+        cut.graph.recompile()
+        if is_recorded:
+            return StepGraph(cut, parts, self._static, device, graphs.static_outputs)
+        return lambda given: cut.graph.forward(*given)
 
     def _timed_once(
         self, cut: Partition, run: Callable[[list[Any]], Any]

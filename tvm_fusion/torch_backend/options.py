@@ -25,7 +25,8 @@ class BackendOptions:
         As `tvm_fusion.compile` takes them; without a target it is the device of the inputs. Without
         a policy, float32 products are rounded where torch rounds them (`policy_on`).
     cuda_graph : bool, mapping or CudaGraphOptions
-        Capture whole calls, on a GPU.
+        Capture whole calls, on a GPU; those of a graph in parts with what stands between, if all of
+        that are collectives and torch's own operators on that GPU, else each part (`step_graphs`).
     frozen : bool
         The weights never change: calls do not look whether they did. Without it, a graph is
         compiled again after a weight was replaced, written to or given other memory (what is
@@ -84,6 +85,10 @@ class BackendOptions:
             return self.policy
         may = _rounds(torch.backends.cuda.matmul) and _rounds(torch.backends.cudnn.conv)
         return {"allow_tf32": True} if may else None
+
+    def graphs_on(self, device: torch.device) -> Any:
+        """`cuda_graph` on a device."""
+        return self.cuda_graph or (self.graph_where_possible and device.type == "cuda")
 
     def _check(self) -> None:
         CudaGraphOptions.of(self.cuda_graph)

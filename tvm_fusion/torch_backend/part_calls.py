@@ -23,6 +23,7 @@ from tvm_fusion.frontends.torch.graphs import from_graph
 from tvm_fusion.frontends.torch.refusals import OperatorsRefused
 from tvm_fusion.frontends.torch.written.writes import adds
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+from tvm_fusion.runtime.graphs.capture import torch_captures
 from tvm_fusion.torch_backend.options import BackendOptions
 from tvm_fusion.torch_backend.part_graphs import Given, OfTensors, ReadyPart, SizesUnknown, ready
 from tvm_fusion.torch_backend.partition import is_operator
@@ -68,6 +69,29 @@ class PartCalls:
         self._changes: Counter[int] = Counter()  # how often a weight was written to, by input
         self._lock = threading.RLock()
         self._is_named = False  # as one that runs in torch
+        self._is_recorded = False
+
+    @property
+    def build(self) -> "_Build":
+        """What it was compiled to for its latest call."""
+        return self._builds[-1]
+
+    def would_run(self, build: "_Build") -> bool:
+        """Whether a call with the same weights runs this build, and without a look at others."""
+        builds = self._builds
+        return bool(builds) and builds[-1] is build and not build.changed()
+
+    def leave_capture(self) -> None:
+        """Calls are launched one by one, as another graph records them, until `capture`."""
+        self._is_recorded = True
+
+    def capture(self) -> None:
+        """Capture calls into CUDA graphs, as the options say."""
+        with self._lock:
+            self._is_recorded = False
+            for build in self._builds:
+                if build.run is not None:
+                    build.run.module.cuda_graph = self._options.graphs_on(self._device)
 
     @property
     def names(self) -> list[str]:
@@ -122,9 +146,10 @@ class PartCalls:
     ) -> tuple[Any, ...]:
         """The results of a call that did not succeed, from torch, as those of later calls are.
         What was written in place is written again: its old values are not read. The error is raised
-        where they are: nobody knows whether something was added to them.
+        where they are: nobody knows whether something was added to them; and while calls are
+        captured, of which nothing has run.
         """
-        if self._options.strict or build.run.adds_in_place:
+        if self._options.strict or build.run.adds_in_place or torch_captures():
             raise error
         results = self._part(*inputs)
         with self._lock:
@@ -225,18 +250,19 @@ class PartCalls:
         options, device = self._options, self._device
         first, self._first = (self._first if keep_symbols else None), None
         made, mod = first or self._import(inputs, keep_symbols)
-        graphs = options.cuda_graph or (options.graph_where_possible and device.type == "cuda")
         module = compiler.compile(
             mod,
             self._target,
             policy=options.policy_on(device),
             verify=options.verify,
             measure=options.measure,
-            cuda_graph=graphs,
+            cuda_graph=options.graphs_on(device),
             database=options.database,
             source=self._source(made, inputs),
         )
         module.device  # noqa: B018 - a target that this machine lacks is named now
+        if self._is_recorded:
+            module.cuda_graph = None
         self._built(module)
         return self._described(inputs, _Run(module, made, self._updates, device), keep_symbols)
 
@@ -365,7 +391,7 @@ class _Run:
         Results may share memory with each other and with constants of the module, of which the
         graph says nothing: those that are not known to have memory of their own are copied.
         """
-        self._module, self._made, self._device = module, made, device
+        self.module, self._made, self._device = module, made, device
         self.in_place = made.in_place.keys()
         self.adds_in_place = any(map(adds, chain.from_iterable(made.in_place.values())))
         module.unread = frozenset(result for i, result in updates if i in made.in_place)
@@ -393,7 +419,7 @@ class _Run:
         """The results for the inputs of the part."""
         if not self._takes_all:
             inputs = self._pick(inputs) if self._is_plain else self._lent(inputs)
-        results = self._module.call_with(inputs)
+        results = self.module.call_with(inputs)
         if not self._has_inputs:  # those of TVM, and nothing is written to
             results = tuple(map(torch.from_dlpack, results))
         if not self._moved and not self._shared:

@@ -11,6 +11,8 @@ from typing import Any
 from torch._guards import CompileId
 from torch._logging import trace_structured
 
+from tvm_fusion.config.links import link_of
+from tvm_fusion.config.targets import architecture_of
 from tvm_fusion.frontends.finish import first_line
 from tvm_fusion.plan.plan import FusionPlan
 from tvm_fusion.report.screen import Report
@@ -73,7 +75,11 @@ class PartReport:
         return self.module.save(path)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values: what is in the graph and outside of its parts, and the report."""
+        """Plain values: what is in the graph and outside of its parts, and the report. Of each
+        collective `us` is `collective_us`, and `predicted_us` what it should take over the links of
+        the device, where these are known (`config.links`).
+        """
+        link = link_of(architecture_of(self.module.target).number)
         return {
             "graph": self.graph,
             "part": self.part,
@@ -81,7 +87,12 @@ class PartReport:
             "outside": dict(self.outside),
             "outside_us": dict(self.outside_us),
             "collectives": [
-                asdict(one) | {"us": self.collective_us.get(one.name)} for one in self.collectives
+                asdict(one)
+                | {
+                    "us": self.collective_us.get(one.name),
+                    "predicted_us": one.predicted_us(link),
+                }
+                for one in self.collectives
             ],
             "report": self.report.to_json(),
         }

@@ -36,7 +36,13 @@ from tvm_fusion.frontends.torch.graphs import is_size
 from tvm_fusion.frontends.torch.importer import Importer, refuse_random
 from tvm_fusion.frontends.torch.model import CONVERTERS
 from tvm_fusion.frontends.torch.refusals import NO_CONVERTER, Refused
-from tvm_fusion.torch_backend.collectives import is_of_processes, may_write, root, wait_late
+from tvm_fusion.torch_backend.collectives import (
+    is_of_processes,
+    may_write,
+    reduce_in_place,
+    root,
+    wait_late,
+)
 from tvm_fusion.torch_backend.layouts import memory_order
 
 _aten = torch.ops.aten
@@ -119,6 +125,8 @@ def partitioned(graph: fx.GraphModule, refused: Mapping[str, str]) -> Partition:
     updates = tuple(_take_over_writes(part, whole.get_submodule(part.target)) for part in parts)
     _write_at_once(whole.graph)
     wait_late(whole.graph, {part for part, written in zip(parts, updates, strict=True) if written})
+    for part in parts:
+        reduce_in_place(part, whole.get_submodule(part.target))
     whole.recompile()
     return Partition(whole, tuple(parts), written, updates, tuple(outside), count)
 

@@ -76,7 +76,6 @@ from ...ir.weights import Weight
 from ...kernels.gpu.ahead import LOADS_AHEAD, MARK, READS_AHEAD, few_blocks
 from ...kernels.gpu.intrinsics import PREFIX, device_call
 from .lowering import COOPERATIVE, LAUNCH_PARAMS
-from .trusted_calls import bindings_of
 from .version_names import is_kernel_of
 
 DYNAMIC_SMEM = "tirx.use_dyn_shared_memory"
@@ -282,7 +281,7 @@ class Calls:
             count = len(weights.get(gvar.name_hint, ()))
             own = set(func.params[len(func.params) - count :])
             order: list[tuple[str, bool]] = []
-            for name, arguments, always in _calls(func.body):
+            for name, arguments, always in _calls(func.body, True):
                 order.append((ANOTHER if name in apart else name, always))
                 here = {i for i, arg in enumerate(arguments) if arg in own}
                 found[name] = found.get(name, here) & here
@@ -376,15 +375,22 @@ def _launches(body: tirx.Stmt) -> bool:
     return tvm_ffi.structural_walk(body, [(Call, visit)]) is not None
 
 
-def _calls(body: relax.Expr) -> Iterator[tuple[str, Sequence[relax.Expr], bool]]:
+def _calls(body: relax.Expr, always: bool) -> Iterator[tuple[str, Sequence[relax.Expr], bool]]:
     """Calls of functions in order: the name, the arguments, and whether each takes place in each
     call of the function.
     """
-    for _, value, always in bindings_of(body):
-        if isinstance(value, Call) and isinstance(value.op, tvm.ir.GlobalVar):
-            yield value.op.name_hint, value.args, always
-        elif isinstance(value, Call) and _is_of_library(value):
-            yield ANOTHER, (), always
+    if not isinstance(body, relax.SeqExpr):
+        return
+    for block in body.blocks:
+        for binding in block.bindings:
+            value = binding.value
+            if isinstance(value, relax.If):
+                yield from _calls(value.true_branch, False)
+                yield from _calls(value.false_branch, False)
+            elif isinstance(value, Call) and isinstance(value.op, tvm.ir.GlobalVar):
+                yield value.op.name_hint, value.args, always
+            elif isinstance(value, Call) and _is_of_library(value):
+                yield ANOTHER, (), always
 
 
 def _is_of_library(call: relax.Call) -> bool:

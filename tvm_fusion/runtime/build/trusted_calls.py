@@ -42,7 +42,7 @@ def trusted_functions(mod: tvm.IRModule, weights: Mapping[str, Sequence[Weight]]
             continue
         count = len(weights.get(gvar.name_hint, ()))
         own = set(func.params[len(func.params) - count :])
-        for var, value, _ in bindings_of(func.body):
+        for var, value in _bindings(func.body):
             if _is_own(value, own):
                 own.add(var)
             if not isinstance(value, Call):
@@ -92,19 +92,15 @@ def _has_known_sizes(arg: relax.Expr) -> bool:
     return is_known and all(isinstance(size, tirx.IntImm) for size in shape.values)
 
 
-def bindings_of(
-    body: relax.Expr, always: bool = True
-) -> Iterator[tuple[relax.Var, relax.Expr, bool]]:
-    """Variables and values of a function in order, its branches among them, and whether each call
-    of it comes there.
-    """
+def _bindings(body: relax.Expr) -> Iterator[tuple[relax.Var, relax.Expr]]:
+    """Variables and values of a function in order, its branches among them."""
     if not isinstance(body, relax.SeqExpr):
         return
     for block in body.blocks:
         for binding in block.bindings:
             value = binding.value
             if isinstance(value, relax.If):
-                yield from bindings_of(value.true_branch, False)
-                yield from bindings_of(value.false_branch, False)
+                yield from _bindings(value.true_branch)
+                yield from _bindings(value.false_branch)
             else:
-                yield binding.var, value, always
+                yield binding.var, value
