@@ -19,6 +19,7 @@ from .peers import names
 from .real_models import suite as real_models
 from .record import OURS, merge, write
 from .run import log, run_suite
+from .tensor_parallel import suite as tensor_parallel
 
 _DEVICES = {"cuda": "cuda", "llvm": "cpu"}  # torch's names of them
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     if args.list:
-        print(table.listing(), real_models.listing(), sep="\n")
+        print(table.listing(), real_models.listing(), tensor_parallel.listing(), sep="\n")
         return 0
     if args.predict:
         return _predict(args)
@@ -44,11 +45,14 @@ def _main(args: argparse.Namespace) -> int:
         return _compile_time(args)
     if args.suite == real_models.NAME:
         return _real_models(args)
+    if args.suite == tensor_parallel.NAME:
+        return _tensor_parallel(args)
     with only_results_on_stdout():
         result = _run(args) if args.merge is None else merge(args.merge)
     if args.merge is not None and args.out is not None:
         write(result, Path(args.out))
-    shown = real_models.text if result.get("suite") == real_models.NAME else table.table
+    texts = {suite.NAME: suite.text for suite in (real_models, tensor_parallel)}
+    shown = texts.get(result.get("suite"), table.table)
     print(json.dumps(result, allow_nan=False) if args.json else shown(result))
     sys.stdout.flush()
     failed = any({OURS, "workload"} & row["failures"].keys() for row in result["rows"])
@@ -58,7 +62,7 @@ def _main(args: argparse.Namespace) -> int:
 def _predict(args: argparse.Namespace) -> int:
     """Plan without a device; see `predicted`."""
     _check(args)
-    if args.suite is None or args.suite == real_models.NAME:
+    if args.suite in (None, real_models.NAME, tensor_parallel.NAME):
         raise InputError("--predict: give a suite of workloads by --suite")
     names = workloads.names_of(args.suite, args.only, args.seed)
     _log()
@@ -97,16 +101,12 @@ def _compile_time(args: argparse.Namespace) -> int:
 
 def _real_models(args: argparse.Namespace) -> int:
     """Measure whole models through `torch.compile`; see `real_models`."""
-    _check(args)
-    _log()
-    target = args.target or "cuda"
-    if target not in _DEVICES:
-        raise InputError(f"--target: {target!r} is none of {', '.join(_DEVICES)}")
+    device = _device(args)
     names = real_models.names_of(args.only, args.part)
     with only_results_on_stdout():
         result = real_models.measure(
             names,
-            _DEVICES[target],
+            device,
             args.out,
             log.info,
             dtype=args.dtype,
@@ -119,6 +119,38 @@ def _real_models(args: argparse.Namespace) -> int:
     print(json.dumps(result, allow_nan=False) if args.json else real_models.text(result))
     own = [row for row in result["rows"] if row["name"] in names]
     return CHECK_FAILED if any({OURS, "case"} & row["failures"].keys() for row in own) else 0
+
+
+def _tensor_parallel(args: argparse.Namespace) -> int:
+    """Measure layers on several devices; see `tensor_parallel`."""
+    device = _device(args)
+    with only_results_on_stdout():
+        result = tensor_parallel.measure(
+            tensor_parallel.names_of(args.only),
+            device,
+            args.out,
+            log.info,
+            ranks=args.ranks,
+            simulated=args.simulate,
+            dtype=args.dtype,
+            tiny=args.scale < 1,
+            labels=tensor_parallel.labels_of(args.peers),
+            repeats=args.repeats,
+            workers=args.workers,
+            ready_s=args.ready,
+        )
+    print(json.dumps(result, allow_nan=False) if args.json else tensor_parallel.text(result))
+    return CHECK_FAILED if any({OURS, "case"} & r["failures"].keys() for r in result["rows"]) else 0
+
+
+def _device(args: argparse.Namespace) -> str:
+    """torch's name of the target, for suites of its modules."""
+    _check(args)
+    _log()
+    target = args.target or "cuda"
+    if target not in _DEVICES:
+        raise InputError(f"--target: {target!r} is none of {', '.join(_DEVICES)}")
+    return _DEVICES[target]
 
 
 def _log() -> None:
@@ -134,6 +166,8 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError(f"--seed: expected 0 or more, got {args.seed}")
     if args.repeats < 1:
         raise InputError(f"--repeats: expected 1 or more, got {args.repeats}")
+    if args.ranks < 1:
+        raise InputError(f"--ranks: expected 1 or more, got {args.ranks}")
     if args.workers < 0:
         raise InputError(f"--workers: expected 0 or more, got {args.workers}")
     if args.patience is not None and not args.patience > 0:
@@ -171,6 +205,13 @@ def _part(text: str) -> tuple[int, int]:
     if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
         raise argparse.ArgumentTypeError(f"expected K/N with 1 <= K <= N, got {text!r}")
     return int(part), int(parts)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    counts = text.split(",")
+    if not all(count.isdigit() and int(count) for count in counts):
+        raise argparse.ArgumentTypeError(f"expected numbers by commas, got {text!r}")
+    return tuple(map(int, counts))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -241,6 +282,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help=f"{real} give up what is not compiled then, and time the rest; default: "
         f"{real_models.READY_S:g}; --patience is max-autotune's, {real_models.PATIENCE_S:g}",
+    )
+    ranks = f"for {tensor_parallel.NAME}:"
+    parser.add_argument(
+        "--ranks", type=int, default=2, metavar="N", help=f"{ranks} processes; default: 2"
+    )
+    parser.add_argument(
+        "--simulate",
+        type=_counts,
+        default=(),
+        metavar="N,...",
+        help=f"{ranks} so many processes, of which only the first is there",
     )
     parser.add_argument(
         "--threads",

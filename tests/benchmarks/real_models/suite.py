@@ -133,7 +133,7 @@ def measure(
             ready_s,
             f"{folder}/device" if on_gpu else None,
         )
-        with _Crew(work, folder, workers or available_cores()) as crew:
+        with Crew(work, folder, workers or available_cores(), CHILD, TIMING_S) as crew:
             for row in crew.rows(names, ready_s):
                 result["rows"].append(row | {"date": result["date"]})
                 compare(result["rows"][-1])
@@ -143,15 +143,18 @@ def measure(
     return result
 
 
-class _Crew:
-    """The processes of a run."""
+class Crew:
+    """The processes of a run, each a `child`, which takes a `work` as JSON."""
 
-    def __init__(self, work: Work, folder: str, workers: int) -> None:
+    def __init__(
+        self, work: Any, folder: str, workers: int, child: Sequence[str], timing_s: float
+    ) -> None:
         self._work, self._folder, self._workers = work, Path(folder), workers
+        self._child, self._timing_s = child, timing_s
         self._processes: dict[str, subprocess.Popen] = {}
         self._said: queue.Queue[tuple[str, str | None]] = queue.Queue()
 
-    def __enter__(self) -> "_Crew":
+    def __enter__(self) -> "Crew":
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -191,7 +194,7 @@ class _Crew:
         work = asdict(self._work) | {"name": name, "ready_s": left_s - 10}
         with open(self._folder / f"{name}.txt", "w", encoding="utf-8") as told:
             process = subprocess.Popen(
-                [*CHILD, json.dumps(work)],
+                [*self._child, json.dumps(work)],
                 env={"TORCHINDUCTOR_COMPILE_THREADS": str(threads), **os.environ},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -222,14 +225,15 @@ class _Crew:
         with contextlib.suppress(OSError):
             process.stdin.write("go\n")
             process.stdin.flush()
-        ends = time.monotonic() + TIMING_S
+        ends = time.monotonic() + self._timing_s
         while (left := ends - time.monotonic()) > 0:
             who, text = self._next(left)
             if who == name:
                 row = self._read(name, text) if text is not None else row
-                break
+                if row.pop("is_last", True) or text is None:
+                    break
         if not row["wall_us"]:
-            late = f"not done after {TIMING_S:.0f} s"
+            late = f"not done after {self._timing_s:.0f} s"
             row["failures"]["timing"] = self._why(name) or late + self._place(name)
         self._end(name)
         return row
