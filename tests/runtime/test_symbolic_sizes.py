@@ -9,10 +9,10 @@ from tvm import tirx
 import tvm_fusion
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import InputError
+from tvm_fusion.ir.extents import Bounds
 from tvm_fusion.ir.graph import OUTPUTS_ATTR
 from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.row.kernel import emit_row, row_configs
-from tvm_fusion.runtime.calls.signature import Bounds
 
 from ..support.cuda_on_cpu import run_cuda_on_cpu
 from ..support.helpers_tir import poisoned
@@ -110,6 +110,29 @@ def test_no_elements_along_a_symbolic_axis(kind):
         x = torch.randn(shape)
         for _ in range(3):
             torch.testing.assert_close(torch.as_tensor(module(kind(x))), torch.softmax(x, -1))
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "dtype"),
+    [(1, 2, torch.float32), (3, 1, torch.float16), (40, 2, torch.float16)],
+)
+def test_attention_over_no_key_is_0(queries, heads, dtype):
+    """By one kernel where there are many queries, by two products and a softmax elsewhere."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    def inputs(keys):
+        shapes = ((2, queries), (heads, keys), (heads, keys))
+        return tuple(torch.randn(1, *shape, 64, dtype=dtype) for shape in shapes)
+
+    keys = Dim("keys", max=4096)
+    module = compiled(Attention(), inputs(7), ({}, {2: keys}, {2: keys}))
+    for count in (0, 1, 5):
+        given = inputs(count)
+        wanted = Attention()(*(x.double() for x in given)).to(dtype)
+        torch.testing.assert_close(module(*given), wanted, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("rows", [0, 3])

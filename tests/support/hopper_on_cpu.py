@@ -94,8 +94,9 @@ def _translate(source: str, kernel: str) -> str:
     ]
     body = source[start:].replace("const __grid_constant__ CUtensorMap", "CUtensorMap")
     shared = re.findall(r"^ *extern __shared__ .*;\n", body, re.MULTILINE)
-    assert len(set(shared)) == 1
-    body = body.replace(shared[0], "", len(shared) - 1)
+    assert len(set(shared)) <= 1
+    if shared:
+        body = body.replace(shared[0], "", len(shared) - 1)
     text = "#define ushort unsigned short\n#endif\n" + "\n".join(helpers) + "\n" + body
     text = _translate_plain(text, kernel)
     include = f'#include "{cuda_on_cpu.HEADER}"\n'

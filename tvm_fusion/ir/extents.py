@@ -6,8 +6,12 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
+
+from tvm import relax, sym
+from tvm.ir import Expr
 
 from .access import Extent
 
@@ -16,6 +20,61 @@ UPPER_BOUNDS_ATTR = "tir_var_upper_bound"
 MULTIPLES_ATTR = "tvm_fusion.multiples"  # of what each value is a multiple
 UNBOUNDED_BELOW = 2  # what torch.export may note as the least of a size without a lower bound
 ASSUMED_SYMBOLIC_EXTENT = 128  # a size for n when only the cost is asked; legality never uses it
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Which values a symbolic extent may have.
+
+    Attributes
+    ----------
+    least : int
+    most : int or None
+        Both are among them; None where there is no bound.
+    multiple : int
+        Of which each value is a multiple.
+    """
+
+    least: int = 0
+    most: int | None = None
+    multiple: int = 1
+
+    def refusal(self, value: int) -> str | None:
+        """What is wrong with a value; None if it is one of them."""
+        if self.most is not None and value > self.most:
+            return f"at most {self.most}"
+        if value < self.least:
+            return f"at least {self.least}"
+        return f"a multiple of {self.multiple}" if value % self.multiple else None
+
+
+def bounds_of(func: relax.Function) -> dict[str, Bounds]:
+    """The bounds of a function's symbols that have any, by their names."""
+    attrs = func.attrs or {}
+    least, most, multiple = (
+        {str(k): int(v) for k, v in attrs[key].items()} if key in attrs else {}
+        for key in (LOWER_BOUNDS_ATTR, UPPER_BOUNDS_ATTR, MULTIPLES_ATTR)
+    )
+    found = {}
+    for symbol in dict.fromkeys((*least, *most, *multiple)):
+        low = least.get(symbol, 0)
+        low = 0 if low <= UNBOUNDED_BELOW else low
+        bounds = Bounds(low, most.get(symbol), multiple.get(symbol, 1))
+        if bounds != Bounds():
+            found[symbol] = bounds
+    return found
+
+
+def analyzer_of(bounds: Mapping[str, Bounds], extents: Iterable[Expr]) -> sym.Analyzer:
+    """An analyzer that knows the bounds of the symbols of extents; none of these is below 0."""
+    found = sym.Analyzer()
+    for symbol in relax.analysis.tir_vars_in_type(relax.ShapeType(list(extents))):
+        known = bounds.get(symbol.name, Bounds())
+        most = sym.ConstIntBound.POS_INF if known.most is None else known.most
+        found.update(symbol, sym.ConstIntBound(known.least, most))
+        if known.multiple > 1:
+            found.update(symbol, sym.ModularSet(known.multiple, 0))
+    return found
 
 
 def product_key(extents: Iterable[Extent]) -> tuple[int, tuple[str, ...]]:

@@ -166,12 +166,14 @@ class Family:
             No kernel of the family computes the function.
         """
         writer = self.writer(hw)
+        kernel, problem = None, None
         if config is None and writer.versions is not None:
-            found = writer.versions(writer, func, hw, policy)
-            if found is not None:
-                return found
-        problem = writer.read(func, policy.rounding == "exact")
-        return writer.emit(problem, hw, policy, config)
+            kernel = writer.versions(writer, func, hw, policy)
+        if kernel is None or writer.finish is not None:
+            problem = writer.read(func, policy.rounding == "exact")
+        if kernel is None:
+            kernel = writer.emit(problem, hw, policy, config)
+        return kernel if writer.finish is None else writer.finish(kernel, problem)
 
 
 class OnCPU(NamedTuple):

@@ -52,12 +52,14 @@ class Writer:
     forms : the ways to write it.
     versions : (writer, func, hw, policy) -> one kernel for each range of a symbolic size, in one
         function; None where it has none (`versions`).
+    finish : (kernel, problem) -> the kernel with what no form does; None where there is nothing.
     """
 
     what: str
     read: Callable[[tirx.PrimFunc, bool], Any]
     forms: tuple[Form, ...]
     versions: Callable[[Writer, tirx.PrimFunc, HardwareProfile, Policy], Any] | None = None
+    finish: Callable[[tirx.PrimFunc, Any], tirx.PrimFunc] | None = None
 
     def ranked(self, problem: Any, hw: HardwareProfile, policy: Policy) -> Ranked:
         """Predicted seconds and configurations of all forms, the fastest first.

@@ -203,6 +203,16 @@ def joined(branches: Sequence[Branch]) -> tirx.PrimFunc | None:
     return whole.with_attr(VERSIONS_ATTR, names)
 
 
+def preceded(kernel: tirx.PrimFunc, branch: Branch) -> tirx.PrimFunc:
+    """A kernel, or several by ranges, in front of which a branch is asked for, which is over the
+    parameters and sizes of `kernel`.
+    """
+    known = kernel.attrs.get(VERSIONS_ATTR, ())
+    body = tirx.IfThenElse(branch.condition, _over(branch, kernel.params), kernel.body)
+    whole = tirx.PrimFunc(kernel.params, body, kernel.ret_type, attrs=kernel.attrs)
+    return whole.with_attr(VERSIONS_ATTR, [branch.name, *known])
+
+
 def _over(branch: Branch, params: Sequence[Var]) -> tirx.Stmt:
     """The body of a branch's kernel over other parameters."""
     kernel = branch.kernel

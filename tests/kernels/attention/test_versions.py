@@ -1,6 +1,7 @@
 """Kernels of an attention for ranges of a symbolic size: which, and right at the edges of each."""
 
 import numpy as np
+import pytest
 from tvm import tirx
 from tvm.relax import op
 
@@ -83,6 +84,41 @@ def test_decode_is_right_where_splits_begin():
         q = rng.standard_normal((1, 2, 1, HEAD)).astype(HALF)
         k, v = (rng.standard_normal((1, 2, keys, HEAD)).astype(HALF) / 3 for _ in "kv")
         run(lowered, [q, k, v], on_cpu=run_cuda_on_cpu)
+
+
+@pytest.mark.parametrize("form", ["hopper", "decode", "mma"])
+def test_without_keys_results_are_zeros(form):
+    """As in torch, whose products over no terms are 0."""
+    n = tirx.Var("n", "int64")
+    points, queries = ((1, 1, n, HEAD), HALF), 9
+    func = fuse(weighted, ((1, 1, queries, HEAD), HALF), points, points, ((1, 1, queries, n), HALF))
+    problem = WRITER.read(func, False)
+    ranked = WRITER.ranked(problem, H200, POLICY)
+    config = next(c for _, c in ranked if WRITER.form_of(c).name == form)
+    kernel = write_kernel(func.with_attr(OUTPUTS_ATTR, 1), "attention", H200, POLICY, config)
+    on_cpu = run_hopper_on_cpu if form == "hopper" else run_cuda_on_cpu
+    lowered = lower(kernel)
+    rng = np.random.default_rng(0)
+    for keys in (0, 1):
+        shapes = ((queries, HEAD), (keys, HEAD), (keys, HEAD), (queries, keys))
+        arrays = [rng.standard_normal((1, 1, *shape)).astype(HALF) for shape in shapes]
+        if keys:
+            run(lowered, arrays, arrays[-1].astype(float), on_cpu)
+            continue
+        out = poisoned(arrays[0].shape, HALF)
+        assert on_cpu(lowered, [*arrays, out]) == 1
+        assert not out.any()
+
+
+@pytest.mark.parametrize(
+    ("keys", "may"), [("n", True), ("m", False), ("n + m", False), ("n + 1", False), (7, False)]
+)
+def test_keys_that_are_as_many_as_queries_at_all_sizes_are_never_missing(keys, may):
+    n, m = tirx.Var("n", "int64"), tirx.Var("m", "int64")
+    keys = eval(keys, {"n": n, "m": m}) if isinstance(keys, str) else keys
+    points = ((1, 1, keys, HEAD), HALF)
+    func = fuse(weighted, ((1, 1, m, HEAD), HALF), points, points)
+    assert WRITER.read(func, False).may_lack_keys == may
 
 
 def test_few_versions_lose_little():

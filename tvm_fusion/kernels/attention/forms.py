@@ -8,7 +8,7 @@ from .hopper.config import AttentionConfig
 from .hopper.kernel import attention_hopper_ranked, emit_attention_hopper
 from .mma.kernel import AttentionMmaConfig, attention_mma_ranked, emit_attention_mma
 from .read.program import analyze_attention
-from .versions import write_attention_versions
+from .versions import with_keyless, write_attention_versions
 
 WRITER = Writer(
     "an attention",
@@ -19,4 +19,5 @@ WRITER = Writer(
         Form("mma", AttentionMmaConfig, attention_mma_ranked, emit_attention_mma),
     ),
     write_attention_versions,
+    with_keyless,
 )

@@ -2,25 +2,35 @@
 bias or a mask has rows of a symbolic length, multiples of 8 are asked for on the host and have
 kernels of their own, which read eight elements at once.
 
+Where there may be queries without any key, those have a kernel of their own, too, which writes what
+is made of zeros: maps of the TMA have elements, and tiles begin with a key that is there.
+
 Does not handle: several symbolic sizes in one launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
+import tvm_ffi
 from tvm import tirx
-from tvm.ir import Var
+from tvm.ir import Expr, Var
+from tvm.script import tirx as T
 
 from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
+from ..contraction.model import Output, size_of
 from ..forms import Writer
-from ..program.expr import constant, dtype_of
+from ..gpu.frame import then
+from ..gpu.product_frame import Frame, coordinates, f32, lower, open_kernel
+from ..program.expr import constant, convert, dtype_of
 from ..versions import (
     Branch,
     Version,
     fewest_of,
     joined,
+    preceded,
     symbolic_size,
     tables_by_size,
     with_size,
@@ -33,6 +43,8 @@ OF = 8
 """Halves of a vector; all `SIZES` are multiples."""
 MOST, ALIGNED, ANYWHERE = 4, 3, 3
 """Most versions; those of multiples and of other sizes where both are apart."""
+
+THREADS = 256  # of a block that fills outputs
 
 
 def write_attention_versions(
@@ -61,6 +73,51 @@ def write_attention_versions(
     except Unsupported:
         return None  # the one kernel is chosen among those that can be written
     return _written([*(_of_multiples(branch, size, quotient) for branch in aligned), *branches])
+
+
+def with_keyless(kernel: tirx.PrimFunc, attention: Attention) -> tirx.PrimFunc:
+    """The kernel of an attention, which is not asked where there are queries and no key."""
+    if not attention.may_lack_keys:
+        return kernel
+    keyless = emit_keyless(attention)
+    sizes = {}
+    for own, other in zip(keyless.params, kernel.params, strict=True):
+        if isinstance(own.ty, tirx.BufferType):
+            sizes |= dict(zip(own.ty.shape, other.ty.shape, strict=True))
+    sizes = {own: other for own, other in sizes.items() if isinstance(own, Var)}
+    condition = tirx.EQ(attention.N, constant(0, dtype_of(attention.N)))
+    condition = tvm_ffi.structural_map(condition, [(Var, lambda var: sizes.get(var, var))])
+    return preceded(kernel, Branch(keyless, condition, 0, sizes))
+
+
+def emit_keyless(attention: Attention) -> tirx.PrimFunc:
+    """What an attention gives without any key: its result is 0, its `lse` -inf."""
+    axes = (*attention.batch, *attention.queries, *attention.features)
+    with open_kernel(attention) as frame:
+        points = frame.size(size_of(axes))
+        T.device_entry()
+        blocks = (points + (THREADS - 1)) // THREADS
+        block = T.cta_id([blocks if isinstance(blocks, int) else convert(blocks, "int32")])
+        number = convert(block, frame.index) * THREADS + T.thread_id([THREADS])
+        number = T.Bind(convert(number, frame.index))
+        with then(number < points):
+            env = coordinates(axes, number, frame)
+            env[attention.result] = T.Bind(f32(0))
+            env[attention.lse] = T.Bind(f32(-math.inf))
+            if attention.row_outputs:
+                with then(tirx.EQ(tirx.FloorMod(number, frame.size(attention.E)), 0)):
+                    _store(frame, attention.row_outputs, env)
+            for binding in attention.output_bindings:
+                env[binding.var] = T.Bind(lower(frame.rewrite(binding.value, env), False))
+            _store(frame, attention.outputs, env)
+    return frame.func
+
+
+def _store(frame: Frame, outputs: Sequence[Output], env: Mapping[Var, Expr]) -> None:
+    for output in outputs:
+        value = lower(frame.rewrite(output.value, env), False)
+        place = frame.place(output.indices, env)
+        T.buffer_store(frame.output(output.param), convert(value, output.dtype), place)
 
 
 def _fewest(tables: dict[int, list], most: int) -> list[Version]:

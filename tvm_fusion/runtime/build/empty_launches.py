@@ -4,7 +4,9 @@
         launch (n + 63) // 64 blocks                if n > 0:
                                                         launch (n + 63) // 64 blocks
 
-The driver refuses a grid of no blocks, and a tensor map without elements.
+The driver refuses a grid of no blocks, and a tensor map without elements. On a CPU, tiles are
+numbered by quotients of their counts: LLVM takes none of these for 0, and moves what follows from
+that out of loops without a turn.
 
 Does not handle: kernels that schedules of TVM's make (nothing says which parameters they fill).
 """

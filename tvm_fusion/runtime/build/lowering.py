@@ -229,6 +229,8 @@ def mixed_tir_pipeline() -> TIRPipeline:
     def lower(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         mod = with_hidden_divisions(with_guards(_with_narrow_types(mod)))
         if not _has_ours(mod):
+            filled = {gv: launched_if_filled(f) for gv, f in mod.functions_items()}
+            mod = tvm.IRModule(filled, attrs=mod.attrs)
             return with_kept_nan(with_exact_doubles(lower_s_tir(mod)))
         bare = {gv: launched_if_filled(without_root(f)) for gv, f in mod.functions_items()}
         written = {gv: f for gv, f in bare.items() if is_tirx(f)}

@@ -12,7 +12,7 @@ from tvm import relax, tirx
 from ...errors import InputError
 from ...host import threads as _threads
 from ...host.team import install
-from ...ir.extents import LOWER_BOUNDS_ATTR, MULTIPLES_ATTR, UNBOUNDED_BELOW, UPPER_BOUNDS_ATTR
+from ...ir.extents import Bounds, bounds_of
 from ...transform.layouts.memory_formats import MemoryFormats, channels_first
 from ...transform.layouts.orders import ordered
 from .sidecar import without_lines
@@ -109,32 +109,6 @@ class InputSpec:
         if self.shape is None:
             return f"{self.name}: {self.dtype} of any shape"
         return f"{self.name}: {self.dtype} ({', '.join(map(str, self.shape))})"
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Which values a symbolic extent may have.
-
-    Attributes
-    ----------
-    least : int
-    most : int or None
-        Both are among them; None where there is no bound.
-    multiple : int
-        Of which each value is a multiple.
-    """
-
-    least: int = 0
-    most: int | None = None
-    multiple: int = 1
-
-    def refusal(self, value: int) -> str | None:
-        """What is wrong with a value; None if it is one of them."""
-        if self.most is not None and value > self.most:
-            return f"at most {self.most}"
-        if value < self.least:
-            return f"at least {self.least}"
-        return f"a multiple of {self.multiple}" if value % self.multiple else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,20 +274,9 @@ def _input_spec(param: relax.Var, names: _ExtentNames) -> InputSpec:
 
 
 def _bounds_of(func: relax.Function, names: _ExtentNames) -> dict[str, Bounds]:
-    """The bounds of the symbolic extents of a function, which its attributes have by symbol."""
-    attrs = func.attrs or {}
-    least, most, multiple = (
-        {str(k): int(v) for k, v in attrs[key].items()} if key in attrs else {}
-        for key in (LOWER_BOUNDS_ATTR, UPPER_BOUNDS_ATTR, MULTIPLES_ATTR)
-    )
-    found: dict[str, Bounds] = {}
-    for symbol, name in names.known():
-        low = least.get(symbol, 0)
-        low = 0 if low <= UNBOUNDED_BELOW else low
-        bounds = Bounds(low, most.get(symbol), multiple.get(symbol, 1))
-        if bounds != Bounds():
-            found[name] = bounds
-    return found
+    """The bounds of the symbolic extents of a function, by what they are called."""
+    found = bounds_of(func)
+    return {name: found[symbol] for symbol, name in names.known() if symbol in found}
 
 
 def _check_input(

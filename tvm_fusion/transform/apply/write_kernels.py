@@ -156,7 +156,7 @@ def write_kernels(
     for gvar, func in written:
         symbol, name = gvar.name_hint, classes[gvar.name_hint]
         func = mark_constants(func, constants.get(symbol, ()))
-        if hw.kind == "cuda" and gvar in outputs and _is_symbolic(func):
+        if gvar in outputs and _is_symbolic(func):
             func = func.with_attr(OUTPUTS_ATTR, outputs[gvar])
         choice = tuned.choice(func, name, policy) if tuned is not None else ""
         if symbol in early:

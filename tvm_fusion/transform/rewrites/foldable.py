@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from tvm import relax
+from tvm import relax, tirx
 from tvm.ir import Call
 from tvm.relax import Expr, Var
 
+from ...ir.extents import analyzer_of, bounds_of
 from ...ir.weights import made, numbers
 from ..decompose.opening import HALF_DTYPES, dtype_of, shape_of
 from .constant_weights import identity, product_of, scaled_weight
@@ -76,6 +77,7 @@ class Survey:
 
     def __init__(self, func: relax.Function) -> None:
         self.readers = Readers(func)
+        self._bounds = bounds_of(func)
         self.lookup: Lookup = self.readers.within
         self._weights: dict[tuple, Expr | None] = {}
         found = (self._product(var, value) for var, value in self.readers.calls())
@@ -94,12 +96,21 @@ class Survey:
     def _side(self, operand: Expr, summed: int) -> Side:
         own, *below = levels(operand, summed, self.lookup)
         usable = {0: own}
+        filled = self._is_filled(shape_of(operand)[summed])
         for level in below:
             if summed == -2 and any(f.along is Along.SUMMED for f in level.factors):
                 break  # a factor moves into a weight, not out of one
+            if not (filled or all(is_constant(f.value) for f in level.factors)):
+                break  # 0 terms add up to 0, whatever they are divided by
             if _can_stand_for(operand, level):
                 usable.setdefault(len(level.factors), level)
         return Side(operand, list(usable.values()), len(usable) - 1)
+
+    def _is_filled(self, extent: Expr) -> bool:
+        """Whether an axis has an element at all sizes: the sum of a softmax over none is 0."""
+        if isinstance(extent, tirx.IntImm):
+            return True
+        return analyzer_of(self._bounds, [extent]).can_prove(extent > 0)
 
     def _raise(self) -> bool:
         """One round; whether any product had to keep more of an operand."""

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 
 from tvm.ir import Expr, Var
 
+from ....ir.extents import analyzer_of
 from ...contraction.model import Axis, Binding, Operand, Output, size_of
+from ...program.expr import constant, dtype_of
 from ...program.program import Extent, Param
 
 INVISIBLE = -3.0e4
@@ -94,6 +96,17 @@ class Attention:
     def N(self) -> Extent:
         """Number of keys of one."""
         return size_of(self.keys)
+
+    @property
+    def may_lack_keys(self) -> bool:
+        """Whether there may be queries and no key: where the symbolic number of these is not, for
+        all sizes, 1 or as large as that of the queries.
+        """
+        if isinstance(self.N, int):
+            return False
+        analyzer = analyzer_of({}, [self.N, *([] if isinstance(self.M, int) else [self.M])])
+        some = analyzer.can_prove(constant(0, dtype_of(self.N)) < self.N)
+        return not some and (isinstance(self.M, int) or not analyzer.can_prove(self.M <= self.N))
 
     @property
     def D(self) -> Extent:
