@@ -34,8 +34,7 @@ from tests.support import gemm_cases as graphs
 from tests.support.kernel_cases import fuse
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
-from tvm_fusion.kernels.gemm.mma.kernel import emit_gemm_mma
-from tvm_fusion.kernels.gemm.mma.plan import MmaConfig
+from tvm_fusion.kernels.gemm.forms import WRITER
 from tvm_fusion.kernels.gemm.mma.rank import mma_ranked
 from tvm_fusion.runtime.build.build import build_functions
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
@@ -113,22 +112,25 @@ def contraction_of(shape: tuple[int, int, int]) -> Any:
     return analyze_contraction(fuse(graphs.linear, ((m, k), HALF), ((n, k), HALF)))
 
 
-def offered(shape: tuple[int, int, int], count: int) -> list[tuple[float, MmaConfig]]:
-    """Predicted seconds and configurations: of the first `count` tiles, with all their rings."""
+def offered(shape: tuple[int, int, int], count: int) -> list[tuple[float, Any]]:
+    """Predicted seconds and configurations: the first choice of all forms, and the first `count`
+    tiles on mma.sync with all their rings.
+    """
     _, hw = resolve_target(TARGETS["portable"])
-    found: dict[tuple, list[tuple[float, MmaConfig]]] = {}
+    found: dict[tuple, list[tuple[float, Any]]] = {}
     for seconds, config in mma_ranked(contraction_of(shape), hw, load_policy(None)):
         tile = config.block_m, config.block_n, config.warp_m, config.warp_n, config.step_bytes
         found.setdefault(tile, []).append((seconds, config))
-    return [one for rings in list(found.values())[:count] for one in rings]
+    few = WRITER.ranked(contraction_of(shape), hw, load_policy(None))[:1]
+    return [*few, *(one for rings in list(found.values())[:count] for one in rings)]
 
 
-def written(job: tuple[tuple[int, int, int], MmaConfig, str]) -> bool:
+def written(job: tuple[tuple[int, int, int], Any, str]) -> bool:
     """Writes the library of a configuration; tells whether there is one."""
     shape, config, path = job
     target, hw = resolve_target(TARGETS["portable"])
     try:
-        kernel = emit_gemm_mma(contraction_of(shape), hw, config)
+        kernel = WRITER.form_of(config).emit(contraction_of(shape), hw, config)
         mod = tvm.IRModule({ENTRY: kernel.with_attr("global_symbol", ENTRY)})
         build_functions(mod, target)[0].export_library(path)
     except Exception as why:  # of a candidate: the others are still tried
@@ -137,7 +139,7 @@ def written(job: tuple[tuple[int, int, int], MmaConfig, str]) -> bool:
     return True
 
 
-def swept(shape: tuple[int, int, int], kernels: list[tuple[float, MmaConfig, str]]) -> dict:
+def swept(shape: tuple[int, int, int], kernels: list[tuple[float, Any, str]]) -> dict:
     """Times of all configurations of a shape."""
     m, n, k = shape
     x = torch.randn(m, k, device="cuda").half()
@@ -154,6 +156,7 @@ def swept(shape: tuple[int, int, int], kernels: list[tuple[float, MmaConfig, str
         error = ((out.double() - wanted).abs().max() / wanted.abs().max()).item()
         calls[str(i)] = lambda main=main: main(*arguments)
         rows[str(i)] = {
+            "form": WRITER.form_of(config).name,
             "config": asdict(config),
             "predicted_us": seconds * 1e6,
             "error": math.inf if math.isnan(error) else error,

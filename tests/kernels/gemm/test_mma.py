@@ -12,7 +12,7 @@ from tvm import te, tirx
 from tvm.relax import op
 from tvm.script import tirx as T
 
-from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.config import HardwareProfile, load_policy, load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
 from tvm_fusion.kernels.gemm.mma import kernel as kernel_of_warps
@@ -31,6 +31,7 @@ from ...support.partial_cases import residual_squares
 from ...support.ptx import ptx_of
 
 H200, A100, RTX = (load_profile(n) for n in ("nvidia_h200", "nvidia_a100", "nvidia_rtx4090"))
+SM90 = dataclasses.replace(load_profile("nvidia_h100"), arch="sm_90")
 DEVICES = {"sm_80": A100, "sm_90a": H200}
 EIGHT = "float8_e4m3fn"
 
@@ -98,6 +99,55 @@ def test_every_tile_is_close_to_float64(config):
     shapes = [(2 * config.block_m + 8, 72), (72, config.block_n + 40), (config.block_n + 40,)]
     found = case("tile", graphs.bias_gelu, shapes, lambda x, w, b: [graphs.gelu_of(x @ w + b)])
     check(found, emit(found, config))
+
+
+@pytest.mark.parametrize(
+    ("tile", "stages", "terms"),  # 2, 9 and 18 steps of 64 terms
+    [
+        (rank.DEEP_TILES[0], 8, 72),
+        (rank.DEEP_TILES[0], 6, 1096),
+        (rank.DEEP_TILES[1], 6, 520),
+        ((16, 64, 16, 16), 8, 1096),
+        ((64, 32, 32, 16), 8, 520),
+    ],
+)
+def test_deep_rings_are_close_to_float64(tile, stages, terms):
+    shapes = [(2 * tile[0] - 7, terms), (tile[1] + 8, terms)]
+    found = case("deep", graphs.linear, shapes, lambda x, w: [x @ w.T])
+    check(found, emit(found, MmaConfig(*tile, 128, stages), A100))
+
+
+def ring_of(rows: int, hw: HardwareProfile, graph=graphs.linear, terms: int = 4096):
+    found = case("ring", graph, [(rows, terms), (4096, terms)], lambda x, w: [x @ w.T])
+    return mma_ranked(analyze_contraction(found.func()), hw, load_policy(None))
+
+
+def test_products_of_few_rows_have_deep_rings():
+    for rows in (16, 32, 64, 256):
+        ranked = ring_of(rows, SM90)
+        (seconds, best), shallow = ranked[0], next(x for x in ranked if not x[1].is_deep)
+        assert best.is_deep
+        assert seconds < shallow[0]
+        assert best.stages * best.stage_bytes(1) <= SM90.smem_per_block_bytes
+
+
+def test_other_products_have_no_deep_rings():
+    assert not any(c.is_deep for _, c in ring_of(16, H200))  # Hopper's form is there
+    assert not any(c.is_deep for _, c in ring_of(512, SM90))
+    assert not any(c.is_deep for _, c in ring_of(16, SM90, terms=4098))  # no copies of 16 bytes
+
+
+def test_a_ring_does_not_exceed_shared_memory():
+    small = dataclasses.replace(SM90, smem_per_block_bytes=A100.smem_per_block_bytes // 4)
+    rings = [c for _, c in ring_of(256, small) if c.is_deep]
+    assert rings
+    assert all(c.stages * c.stage_bytes(1) <= small.smem_per_block_bytes for c in rings)
+
+
+def test_a_ring_that_memory_waits_for_is_the_longer_one():
+    ranked = ring_of(16, SM90)
+    by_stages = {c.stages: s for s, c in reversed(ranked) if c.block_n == 32 and c.is_deep}
+    assert by_stages[8] < by_stages[6]
 
 
 PITCHES = [

@@ -84,6 +84,7 @@ class LaunchTime:
 def mma_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
     """As `gemm.mma.rank` predicts it, with two blocks on a multiprocessor where there are tiles."""
     from .mma import rank
+    from .mma.problem import Way
 
     dtype, rate = tensor_dtype(launch, hw, policy)
     split = rate is None and launch.dtypes == {"float32"} and policy.rounding != "exact"
@@ -97,6 +98,9 @@ def mma_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterato
     depth = max(sum(depths) for *_, depths in launch.segments) * size
     ways = [_way(launch, side) for side in (0, 1)]
     waiting = max(rank.STEP_SECONDS[way] for way, _ in ways)
+    rows = max(m for _, m, *_ in launch.segments)
+    deep = ways == [(Way.COPY, 16)] * 2 and not split and rank.takes_deep_rings(rows, hw)
+    flight = rank.flight_seconds(max(rank.DEEP_STAGES), hw)
     _, other, written, _ = launch.moved
     stored = rank.EPILOGUE_SECONDS / 128**2 * (1 + (other / written if other >= written else 0))
     for (block_m, block_n, warps), step in itertools.product(MMA_TILES, MMA_STEPS):
@@ -111,12 +115,17 @@ def mma_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterato
         alone = waiting * slow / min(turns, 2)
         steps = -(-depth // step)
         tile = block_m, block_n, warps
-        body = steps * (
-            rank.tile_step_seconds(tile, step, size, units, flops, clock, split) + alone
-        )
-        body += stored * block_m * block_n / min(turns, 2)
-        runs = launch.runs(block_m, block_n)
-        yield _other(launch, hw, "mma", "tensor", turns * body, rank.START_SECONDS, runs, 4.0)
+        rings = {False: (alone, 1.0)}
+        ring = max(rank.DEEP_STAGES) * (block_m + block_n) * step
+        if deep and ring <= hw.smem_per_block_bytes:
+            rings[True] = rank.DEEP_STEP_SECONDS, rank.DEEP_READS
+        for deeper, (waits, reads) in rings.items():
+            each = rank.tile_step_seconds(tile, step, size, units, flops, clock, split, deeper)
+            each = max(each + waits, deeper * flight / min(turns, 2))
+            body = steps * each + stored * block_m * block_n / min(turns, 2)
+            runs = launch.runs(block_m, block_n)
+            start = rank.START_SECONDS
+            yield _other(launch, hw, "mma", "tensor", turns * body, start, runs, 4.0, reads)
 
 
 def _way(launch: GemmGroup, side: int) -> tuple[Way, int]:

@@ -12,6 +12,9 @@ from .units import CHUNK
 # Bytes of the terms that one mma.sync takes of a row of A, whatever the dtype: 16 halves.
 TERM_BYTES = 32
 
+# Stages of the rings of most products.
+MOST_STAGES = 5
+
 # Chunks that lie in one pass over all banks of shared memory, and those of 8 rows of 4 bytes.
 BANK_CHUNKS = 8
 WORD_CHUNKS = 2
@@ -66,7 +69,7 @@ class MmaConfig(WarpTiles):
     Attributes
     ----------
     step_bytes : bytes of each row that one step takes (64 or 128).
-    stages : slices in shared memory, at least 3.
+    stages : slices in shared memory, at least 3; above `MOST_STAGES` where memory is waited for.
     group_m : row tiles that neighbouring blocks share a column tile over.
     tf32 : float32 operands are rounded to tfloat32, because the policy allows it.
     split : float32 operands are taken in three parts each, of which six products are added up.
@@ -86,6 +89,11 @@ class MmaConfig(WarpTiles):
     def rounds(self) -> int:
         """mma.sync steps within a step."""
         return self.step_bytes // TERM_BYTES
+
+    @property
+    def is_deep(self) -> bool:
+        """Whether the ring holds all that memory has under way."""
+        return self.stages > MOST_STAGES
 
     @property
     def takes_float32(self) -> bool:

@@ -12,7 +12,7 @@ from ...gpu.product_frame import assumed, ceil_div
 from ...program.expr import FLOAT8_DTYPES, bytes_of
 from ...program.program import Param
 from ..epilogue import operation_s
-from .plan import MmaConfig
+from .plan import MOST_STAGES, MmaConfig
 from .problem import ENTRY_BYTES, Loop, MmaSegment, Source, Way, read_mma, rows_of
 from .split import (
     A_REGISTERS,
@@ -25,6 +25,7 @@ from .split import (
     SUMS,
     part_bytes,
 )
+from .units import CHUNK
 
 # (block_m, block_n, warp_m, warp_n)
 TILES = (
@@ -49,7 +50,17 @@ TILES = (
 # 4096^3 and 2000 x 3001 x 511 (H100, tests/data/split_sweep_h100.json).
 SPLIT_TILES = ((128, 64, 32, 64),)
 
-MIN_STAGES, MAX_STAGES = 3, 5
+MIN_STAGES = 3
+
+# Rings of products of few rows, which memory binds: what a multiprocessor has under way has to be
+# its share of the memory's rate times the latency, 25 bytes a ns and about 1 us on an H100
+# (Little's law). Two slices of 16 x 64 are 20 KB, seven are 70. Rings of 6 and 8 took 0.97 to 1.13
+# times as long as the form of Hopper up to 64 rows, 1.65 to 1.75 times at 256 (H100, as sm_90, by
+# an earlier writing of them; tests/gpu/check_portable.py measures again).
+DEEP_STAGES = (6, 8)
+MOST_DEEP_ROWS = 256
+# Tiles for them alone: half of N = 4096 in columns of 64 leaves half of the device idle.
+DEEP_TILES = ((16, 32, 16, 16), (32, 32, 32, 16))
 
 # Registers of a thread: its sums, two sets of fragments, and what addresses and loads take.
 OTHER_REGISTERS = 40
@@ -118,8 +129,14 @@ EPILOGUE_SECONDS = 2.8e-6
 # Estimate: operations of an epilogue, beside threads that never wait.
 OPERATION_LATENCY = 2.0
 
-# Bytes a cycle between one multiprocessor and the L2.
-PORT_BYTES = 33
+# Bytes a cycle between one multiprocessor and the L2, as far as rings of up to 5 stages wait for
+# it; and what the copies of the form of Hopper reach at 256 x 4096 x 4096 (H100, 15 us).
+PORT_BYTES, DEEP_PORT_BYTES = 33, 53
+# What a step of a deep ring waits for, its barrier: 13 to 33 ns at 256 rows, beside what its warps
+# read from shared memory (H100, as sm_90). Reads alone are faster than a copy, as
+# `gemm.skinny.rank` has it.
+DEEP_STEP_SECONDS = 3e-8
+DEEP_READS = 1.12
 
 # Cycles of a multiprocessor for what each warp does beyond 16-byte copies to 16 bytes a thread.
 SMALL_PIECE_CYCLES = 3.9
@@ -170,13 +187,36 @@ def _candidates(segments: Sequence[MmaSegment], hw: HardwareProfile, tf32: bool)
         if tile[3] > 64 and tile[3] != runs:
             continue
         for step_bytes in (64, 128):
-            for stages in range(MIN_STAGES, MAX_STAGES + 1):
+            for stages in range(MIN_STAGES, MOST_STAGES + 1):
                 group = 16 if tall else 8
                 config = MmaConfig(
                     *tile, step_bytes, stages, group, wanted and tf32, split=wanted and not tf32
                 )
                 found.append(config)
+    if has_deep_rings(segments, hw):
+        found += [
+            MmaConfig(*tile, step_bytes, stages)
+            for tile in (*TILES, *DEEP_TILES)
+            for step_bytes in (64, 128)
+            for stages in DEEP_STAGES
+            if tile[3] <= 64 or tile[3] == runs
+        ]
     return found
+
+
+def takes_deep_rings(rows: int, hw: HardwareProfile) -> bool:
+    """Whether products of plain operands, of so many rows, have rings of `DEEP_STAGES`: on Hopper
+    as sm_90, where they were measured. The form of Hopper takes such products on sm_90a.
+    """
+    measured = hw.architecture.is_rated_by_wgmma and not hw.architecture.has_wgmma
+    return measured and rows <= MOST_DEEP_ROWS
+
+
+def has_deep_rings(segments: Sequence[MmaSegment], hw: HardwareProfile) -> bool:
+    """The same of a contraction."""
+    sources = [x for s in segments for loop in s.loops for x in (loop.a, *loop.b)]
+    plain = all(x.way is Way.COPY and x.piece == CHUNK and x.dtype != "float32" for x in sources)
+    return plain and takes_deep_rings(max(assumed(s.segment.M) for s in segments), hw)
 
 
 def check_config(segments: Sequence[MmaSegment], config: MmaConfig, hw: HardwareProfile) -> None:
@@ -300,7 +340,7 @@ def _seconds(
     """Predicted time: tiles of the busiest multiprocessor, each at the rate of what limits it,
     beside the compulsory bytes (they overlap, more so where one takes much longer).
     """
-    tiles, cells, work, waiting, epilogue = 0, 0, 0.0, 0.0, 0.0
+    tiles, cells, work, waiting, epilogue, flight = 0, 0, 0.0, 0.0, 0.0, 0.0
     for s in segments:
         cells += assumed(s.segment.M) * assumed(s.segment.N) * assumed(s.segment.B)
         rows = ceil_div(assumed(s.segment.M), c.block_m)
@@ -310,16 +350,26 @@ def _seconds(
             steps = ceil_div(assumed(loop.K), c.step_bytes // loop.a.element)
             work += count * steps * _step_seconds(loop, c, hw)
             waiting += count * steps * _waiting_seconds(loop, c)
+            flight += count * steps * flight_seconds(c.stages, hw) if c.is_deep else 0.0
         epilogue += count * c.block_m * c.block_n / 128**2 * EPILOGUE_SECONDS
     epilogue *= 1 + _residuals(contraction, segments)
     turns = math.ceil(tiles / hw.num_sms)
     resident = min(turns, _resident(segments, c, hw))
     # Blocks beside each other hide one another's waits and epilogues.
     each = work / tiles + (epilogue + waiting) / tiles / resident
+    each = max(each, (flight + epilogue) / tiles / resident)
     moved = sum(bytes_of(p.dtype) * p.elements for p in contraction.params if _static(p))
-    busy = math.hypot((turns * each) ** 2, (moved / hw.hbm_bytes_per_s) ** 2) ** 0.5
+    rate = hw.hbm_bytes_per_s * (DEEP_READS if c.is_deep else 1.0)
+    busy = math.hypot((turns * each) ** 2, (moved / rate) ** 2) ** 0.5
     operations = OPERATION_LATENCY * operation_s([s.segment for s in segments], hw) * cells
     return hw.kernel_gap_us * 1e-6 + START_SECONDS + busy + operations
+
+
+def flight_seconds(stages: int, hw: HardwareProfile) -> float:
+    """A step of a block that waits for nothing but memory, with all but one of its slices under
+    way.
+    """
+    return hw.bytes_in_flight_latency_s / (stages - 1)
 
 
 def _residuals(contraction: Contraction, segments: Sequence[MmaSegment]) -> float:
@@ -361,7 +411,8 @@ def _step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
     written = c.stage_bytes(len(loop.b)) / 128
     units = sum(_loading_cycles(x, c) for x in (loop.a, *loop.b))
     shared = (read + written + units) / clock
-    port = c.stage_bytes(len(loop.b)) / PORT_BYTES / clock
+    reached = DEEP_PORT_BYTES if c.is_deep else PORT_BYTES
+    port = c.stage_bytes(len(loop.b)) / reached / clock
     return max(arithmetic, shared, port)
 
 
@@ -397,10 +448,11 @@ def tile_step_seconds(
     flops: float,
     clock: float,
     split: bool = False,
+    deep: bool = False,
 ) -> float:
     """The same as the planner sees it: of a tile of `gemm.time.MMA_TILES`, for so many bytes of
     terms of `size` each; `units` are cycles of the load units, `flops` and `clock` the rates of a
-    multiprocessor; `split`: float32 is multiplied in parts.
+    multiprocessor; `split`: float32 is multiplied in parts; `deep`: by one of `DEEP_STAGES`.
     """
     block_m, block_n, reads = tile
     cells = block_m * block_n * step / size
@@ -409,12 +461,14 @@ def tile_step_seconds(
         issued = cells / (SPLIT_TILE[0] * SPLIT_TILE[1] * 8) * split_cycles(SPLIT_TILE)
         arithmetic = SPLIT_PRODUCTS * arithmetic + issued / clock
     shared = ((reads + 1) * (block_m + block_n) * step / 128 + units) / clock
-    port = (block_m + block_n) * step / PORT_BYTES / clock
+    port = (block_m + block_n) * step / (DEEP_PORT_BYTES if deep else PORT_BYTES) / clock
     return max(arithmetic, shared, port)
 
 
 def _waiting_seconds(loop: Loop, c: MmaConfig) -> float:
     """What a step waits for where no other block works meanwhile."""
+    if c.is_deep:
+        return DEEP_STEP_SECONDS
     ways = {x.way for x in (loop.a, *loop.b)}
     thin = Way.COMPUTE in ways and c.block_m < 64
     return max(STEP_SECONDS[way] for way in ways) * (THIN_COMPUTED if thin else 1.0)
