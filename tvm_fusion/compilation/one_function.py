@@ -43,6 +43,7 @@ from ..runtime.calls.launch_count import count_launches
 from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, time_modules
 from ..tuning.session.lookup import OtherKernels, configuration
 from .observed import observe_built, observe_plan
+from .spilled import with_less_spilled
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ def compile_function(planned: Planned, wishes: Wishes) -> CompiledModule:
     one = settled(planned, wishes)
     observe_plan(one.planned)
     with stage("building the kernels"):
-        made = one.planned.build()
+        made = with_less_spilled(one.planned.build())
     done = finished(made, one)
     compiled = CompiledModule.of(done.made.built, done.made.planned.plan)
     compiled.settle_weights()

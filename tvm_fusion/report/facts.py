@@ -120,7 +120,8 @@ class GroupReport:
         What tuning chose, if it measured the kernel: the `choice` ("default" is the untuned kernel,
         "trace" a schedule of MetaSchedule), its time `us` and that of the untuned kernel
         `untuned_us` by themselves, and the key of the `workload` in the database; or why the choice
-        is `stale`.
+        is `stale`. Or what is built `instead_of` a configuration that spilled registers: the
+        `choice`, both predicted times and the bytes that a thread spills.
     label : str
         What a model's author knows it by: "layers.3.mlp: matmul, gelu", without the module where
         that is not known.

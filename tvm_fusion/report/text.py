@@ -51,6 +51,7 @@ def render(report: Facts) -> str:
     if report.groups:
         parts.append(align(_group_table(report), left=_LEFT_ALIGNED))
         parts += [_terms(report), _versions(report), _early(report), _tuned(report)]
+        parts += [_spilled(report)]
     parts += [_fallbacks(report), _plain(report), _layouts(report), _refusals(report.refusals)]
     return "\n\n".join(part for part in parts if part)
 
@@ -75,7 +76,14 @@ def show(report: Facts, file: TextIO) -> None:
         console.print(part, markup=False, highlight=False)
     console.print(table)
     layouts, refusals = _layouts(report), _refusals(report.refusals)
-    said = (_terms(report), _versions(report), _tuned(report), _fallbacks(report), _plain(report))
+    said = (
+        _terms(report),
+        _versions(report),
+        _tuned(report),
+        _spilled(report),
+        _fallbacks(report),
+        _plain(report),
+    )
     for part in (*said, layouts, refusals):
         if part:
             console.print(part, markup=False, highlight=False)
@@ -303,7 +311,7 @@ def _tuned(report: Facts) -> str:
     lines = []
     for group in report.groups:
         said = group.tuned
-        if said is None:
+        if said is None or "instead_of" in said:
             continue
         if "stale" in said:
             outcome = f"untuned, the choice is stale: {said['stale']}"
@@ -314,6 +322,24 @@ def _tuned(report: Facts) -> str:
             outcome = f"{said['choice']}: {times}"
         lines.append(f"  {clip(title([group]))}: {outcome}")
     return "\n".join(["tuned, each kernel by itself:", *lines]) if lines else ""
+
+
+def _spilled(report: Facts) -> str:
+    """Which kernels are built in another configuration, since the first one spilled registers."""
+    lines = []
+    for group in report.groups:
+        said = group.tuned
+        if said is None or "instead_of" not in said:
+            continue
+        now, then = (
+            f"{format_time(said[us])} with {said[spilled]} bytes a thread spilled"
+            for us, spilled in (
+                ("predicted_us", "spill_bytes"),
+                ("instead_of_us", "instead_of_spill_bytes"),
+            )
+        )
+        lines.append(f"  {clip(title([group]))}: {said['choice']}: {now}, {then} before")
+    return "\n".join(["other configurations, as the first spilled:", *lines]) if lines else ""
 
 
 def _times(report: Facts) -> str:

@@ -84,7 +84,6 @@ class LaunchTime:
 def mma_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
     """As `gemm.mma.rank` predicts it, with two blocks on a multiprocessor where there are tiles."""
     from .mma import rank
-    from .mma.problem import Way
 
     dtype, rate = tensor_dtype(launch, hw, policy)
     split = rate is None and launch.dtypes == {"float32"} and policy.rounding != "exact"
@@ -99,7 +98,7 @@ def mma_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterato
     ways = [_way(launch, side) for side in (0, 1)]
     waiting = max(rank.STEP_SECONDS[way] for way, _ in ways)
     rows = max(m for _, m, *_ in launch.segments)
-    deep = ways == [(Way.COPY, 16)] * 2 and not split and rank.takes_deep_rings(rows, hw)
+    deep = ways == [(rank.Way.COPY, 16)] * 2 and not split and rank.takes_deep_rings(rows, hw)
     flight = rank.flight_seconds(max(rank.DEEP_STAGES), hw)
     _, other, written, _ = launch.moved
     stored = rank.EPILOGUE_SECONDS / 128**2 * (1 + (other / written if other >= written else 0))

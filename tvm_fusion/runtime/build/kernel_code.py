@@ -188,6 +188,7 @@ def _summary(error: Exception) -> str:
 # ---- CUDA sources of written kernels, with what each launch asks for, without building a module.
 
 _THREADS = ("threadIdx.x", "threadIdx.y", "threadIdx.z")
+_BLOCKS = ("blockIdx.x", "blockIdx.y", "blockIdx.z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +203,14 @@ class KernelSource:
         Threads of a block; 0 where they depend on a symbolic extent.
     dynamic_smem_bytes : int
         Shared memory that the launch asks for, beside what the kernel itself declares.
+    blocks : int
+        Of the launch; 0 where they depend on a symbolic extent.
     """
 
     source: str
     threads: int
     dynamic_smem_bytes: int
+    blocks: int = 0
 
 
 def kernel_sources(
@@ -237,10 +241,13 @@ def kernel_sources(
 
 
 def _source(source: str, asked: list[dict[str, int]]) -> KernelSource:
-    threads = 1 if any(asked) else 0
+    threads = blocks = 1 if any(asked) else 0
     for axis in _THREADS:
         threads *= max((launch.get(axis, 1) for launch in asked), default=0)
-    return KernelSource(source, threads, max(launch.get(DYNAMIC_SMEM, 0) for launch in asked))
+    for axis in _BLOCKS:
+        blocks *= max((launch.get(axis, 1) for launch in asked), default=0)
+    shared = max(launch.get(DYNAMIC_SMEM, 0) for launch in asked)
+    return KernelSource(source, threads, shared, blocks)
 
 
 def _launches(host: tvm.IRModule) -> dict[str, dict[str, int]]:

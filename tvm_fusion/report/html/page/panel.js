@@ -267,6 +267,11 @@ function tunedText(tuned) {
   if (tuned.stale) return `the choice is stale: ${tuned.stale}`;
   if (tuned.choice === "default")
     return `the untuned kernel is the fastest, ${formatTime(tuned.us)}`;
+  if (tuned.instead_of) {
+    const spilled = `${tuned.instead_of_spill_bytes} bytes a thread spilled`;
+    const times = `${formatTime(tuned.predicted_us)} for ${formatTime(tuned.instead_of_us)}`;
+    return `${tuned.choice}: predicted ${times} (${spilled})`;
+  }
   return `${tuned.choice}: ${formatTime(tuned.us)}, untuned ${formatTime(tuned.untuned_us)}`;
 }
 
