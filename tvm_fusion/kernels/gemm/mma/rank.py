@@ -98,11 +98,11 @@ SPLIT_TILE = (32, 32)
 
 # Of blocks that split what their warpgroups multiply (machine code for sm_90a: 432 instructions a
 # warp for 128 x 128 x 32): an element, with its way through registers, and what a warp does beside.
-# Share of the rate of wgmma: an estimate. None was run on a GPU, so that none is a candidate; where
-# tests/gpu/sweep_split.py finds them right and faster, `_candidates` may add GROUP_TILES.
-GROUP_TILES = ((128, 128), (128, 64), (64, 128), (64, 64))
+# Share of the rate of wgmma by its columns: those of 64 read as many bytes of shared memory as it
+# has (seven shapes on an H200, 2026-11-28, tests/data/split_sweep_groups_h200.json).
+GROUP_TILES = ((128, 128), (64, 64))
 ELEMENT_INSTRUCTIONS, GROUP_INSTRUCTIONS = 7.0, 144.0
-GROUP_SHARE = 0.75
+GROUP_SHARE = {128: 0.75, 64: 0.53}
 
 # What follows is fitted to 18 shapes on an H200 (2026-11-20, 220 kernels; predictions are off by 7
 # to 16 % a shape, first choices lose 5 % at most where nothing is computed).
@@ -181,6 +181,7 @@ def _has_float32(segments: Sequence[MmaSegment]) -> bool:
 def _candidates(segments: Sequence[MmaSegment], hw: HardwareProfile, tf32: bool) -> list[MmaConfig]:
     tall = max(assumed(rows_of(loop.a)) for s in segments for loop in s.loops) >= 2048
     wanted = _has_float32(segments)
+    by_groups = hw.architecture.has_wgmma
     runs = max((width for s in segments for width in s.runs), default=0)
     found = []
     for tile in (*(SPLIT_TILES if wanted and not tf32 else ()), *TILES):
@@ -201,6 +202,11 @@ def _candidates(segments: Sequence[MmaSegment], hw: HardwareProfile, tf32: bool)
             for stages in DEEP_STAGES
             if tile[3] <= 64 or tile[3] == runs
         ]
+    if wanted and not tf32 and by_groups:
+        group = 16 if tall else 8
+        for m, n in GROUP_TILES:
+            config = MmaConfig(m, n, 16, n, GROUP_STEP_BYTES, 3, group, split=True, wgmma=True)
+            found.append(config)
     return found
 
 
@@ -419,7 +425,8 @@ def _step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
 def _group_step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
     """The same where the block splits the step behind while its warpgroups multiply."""
     clock, products = hw.clock_ghz * 1e9, len(loop.products)
-    rate = hw.tensor_flop_per_s["bfloat16"] * GROUP_SHARE / hw.num_sms
+    share = GROUP_SHARE[128 if c.block_n >= 128 else 64]
+    rate = hw.tensor_flop_per_s["bfloat16"] * share / hw.num_sms
     rows, terms = c.block_m + len(loop.b) * c.block_n, c.step_bytes // loop.a.element
     cells = c.block_m * c.block_n * products
     arithmetic = 2.0 * PRODUCTS * cells * terms / rate
@@ -428,7 +435,9 @@ def _group_step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
     group = (GROUP_ROWS + c.block_n) * PRODUCTS * products * (c.block_m // GROUP_ROWS)
     shared = (2 * rows * c.step_bytes + (PARTS * rows + group) * c.step_bytes // 2) / 128
     port = c.stage_bytes(len(loop.b)) / PORT_BYTES
-    return max(arithmetic, max(issued / 4, shared, port) / clock)
+    # Copies of small pieces are not hidden (1537 x 2051 x 1999).
+    units = sum(_loading_cycles(x, c) for x in (loop.a, *loop.b))
+    return max(arithmetic, max(issued / 4, shared, port) / clock) + units / clock
 
 
 def split_cycles(warp: tuple[int, int]) -> float:
