@@ -881,6 +881,40 @@ def test_generated_tokens_are_those_of_eager_mode(cache, modules):
     assert len(modules) == count
 
 
+def loss(weight, x):
+    return torch.tanh(nn.functional.linear(x, weight)).square().sum()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda w, x: torch.func.grad(loss)(w, x),
+        lambda w, x: torch.func.jvp(lambda w: nn.functional.linear(x, w).exp(), (w,), (x,))[1],
+        lambda w, x: torch.vmap(torch.func.grad(loss), (None, 0))(w, x),
+    ],
+    ids=["grad", "jvp", "of each sample"],
+)
+def test_derivatives_that_a_graph_takes_itself_are_right(function, modules):
+    weight, x = torch.randn(5, 5), torch.randn(5, 5)
+    torch.testing.assert_close(compiled(function)(weight, x), function(weight, x))
+    assert len(modules) == 1
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_numbers_that_depend_on_values_are_no_operators_that_run_in_torch():
+    def function(x):
+        return (x[x > 0] * 2).sum()
+
+    x = torch.randn(9)
+    with pytest.warns(UserWarning, match="of a graph run in torch") as told:
+        given = compiled(function)(x)
+    torch.testing.assert_close(given, function(x))
+    said = str(told[0].message)
+    assert "aten.index.Tensor" in said
+    assert "<built-in" not in said
+    assert "_assert_scalar" not in said
+
+
 def test_writes_into_intermediates_are_compiled(modules):
     def function(x):
         y = x + 1

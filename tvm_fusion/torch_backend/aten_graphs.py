@@ -80,10 +80,13 @@ def traced(
     calls: list[Calls] = []
     gathered = are_gathered(graph)
     whole, table = _tables()
-    if any(map(is_traceable_wrapper_subclass, inputs)):
-        # DTensor and its like know what operators are composed of, not the whole; attention, which
-        # tensor parallel models compute of what each process has, stays whole of plain tensors
-        whole = {_attention: whole[_attention]} if _is_attention_plain(graph) else {}
+    is_transformed = _is_transformed(graph)  # derivatives and `vmap`
+    if is_transformed or any(map(is_traceable_wrapper_subclass, inputs)):
+        # these and DTensor and its like know what operators are composed of, not the whole;
+        # attention, which tensor parallel models compute of what each process has, stays whole of
+        # plain tensors
+        keeps = not is_transformed and _is_attention_plain(graph)
+        whole = {_attention: whole[_attention]} if keeps else {}
         if not whole:
             table = {op: rule for op, rule in table.items() if op != _attention_on_cpu}
     # operators that are kept whole are not torn apart by their implicit decompositions
@@ -141,6 +144,16 @@ def are_gathered(graph: fx.GraphModule) -> bool:
         if kind is not None and kind.is_fsdp_module():
             return True
     return False
+
+
+def _is_transformed(graph: fx.GraphModule) -> bool:
+    """Whether a graph has transformations of `torch.func` in it: derivatives, and `vmap`."""
+    return any(
+        (getattr(node.target, "__module__", None) or "").startswith("torch._functorch")
+        for module in graph.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+    )
 
 
 def _static_inputs() -> frozenset[int]:

@@ -148,7 +148,7 @@ class _Support(OperatorSupportBase):
     def is_node_supported(self, submodules: Mapping[str, Any], node: fx.Node) -> bool:
         if node.op != "call_function" or is_size(node) or node in self.apart:
             return False
-        if node.target in JOINTS:
+        if node.target in JOINTS or _is_of_numbers(node):
             return False
         if node.target is operator.getitem:
             return self.is_node_supported(submodules, node.args[0])
@@ -163,7 +163,7 @@ class _Support(OperatorSupportBase):
         """Why an operator cannot be compiled, where that is worth a word."""
         if node.op != "call_function" or is_size(node) or is_of_processes(node):
             return None
-        if node.target is operator.getitem or node.target in JOINTS:
+        if node.target is operator.getitem or node.target in JOINTS or _is_of_numbers(node):
             return None
         if node.name in self.refused:
             return self.refused[node.name]
@@ -209,7 +209,19 @@ def _is_tensor(value: Any) -> bool:
 def is_operator(node: fx.Node) -> bool:
     """Whether a node is counted: no view, no size and no part of a result."""
     is_call = node.op == "call_function" and node.target is not operator.getitem
-    return is_call and not is_size(node) and viewing(node) is None
+    is_number = is_size(node) or _is_of_numbers(node)
+    return is_call and not is_number and viewing(node) is None
+
+
+def _is_of_numbers(node: fx.Node) -> bool:
+    """Whether a node compares numbers that are no tensors, or checks one: what Dynamo asks of sizes
+    that depend on values.
+    """
+    target = node.target
+    is_own = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    is_own |= getattr(target, "__module__", None) in ("_operator", "math", "torch")
+    values = [node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)]
+    return is_own and not any(map(_is_tensor, pytree.tree_leaves(values)))
 
 
 def _computes(node: fx.Node) -> bool:
