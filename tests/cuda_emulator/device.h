@@ -198,7 +198,6 @@ template <int N> static void load_ahead(void* d, const void* s) {
   copy<N>(d, s, true, false);
   current->waits_yet = waits_yet;
 }
-static void tvmf_request_ahead(const void*, long long) {}
 #define COPIES(N) \
   static void tvmf_load##N##_nc(void* d, const void* s) { copy<N>(d, s, true, false); } \
   static void tvmf_load##N##_fresh(void* d, const void* s) { copy<N>(d, s, true, false); } \

@@ -75,7 +75,6 @@ class Layer:
             y = torch.as_tensor(result[0] if isinstance(result, tuple | list) else result)
             found.append(y.clone())
             x = (y / y.float().square().mean(-1, keepdim=True).sqrt()).half()
-            y.fill_(torch.nan)  # what the next step does not write shows
             at = at + 1
         torch.cuda.synchronize()
         return torch.stack(found), keys, values

@@ -20,7 +20,7 @@ from tvm_fusion.flow.functions import planned_function
 from tvm_fusion.kernels.attention.decode.kernel import emit_attention_decode
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
 from tvm_fusion.kernels.gemm import versions
-from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper, hopper_configs
+from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper
 from tvm_fusion.kernels.gemm.runs.rank import emit_product, product_ranked
 from tvm_fusion.kernels.gemm.skinny.kernel import emit_gemm_skinny
 from tvm_fusion.kernels.gpu.ahead import EARLY_ATTR, READS_AHEAD, VARIABLE
@@ -46,7 +46,6 @@ from ..support.runtime_cases import H200, call_in_sequence, double_in_tirx
 from ..support.thin_products import Thin
 from ..support.wgmma_registers import machine_code
 
-WORDS = "all,boxes,keys,next,first 16"
 INSTRUCTIONS = ("griddepcontrol.wait;", "griddepcontrol.launch_dependents;")
 FIRST_STATEMENT = re.compile(r"double_kernel\([^;{]*\) \{\s*(\w+)\(\);")
 CALLED = "tvmf_wait_for_kernels_before();"
@@ -149,10 +148,9 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("asked", ["1", WORDS], ids=["all", "words"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_touches_nothing_but_weights_before_it_waits(name, asked, monkeypatch):
-    monkeypatch.setenv(VARIABLE, asked)
+def test_a_kernel_touches_nothing_but_weights_before_it_waits(name, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
     make, run = KERNELS[name]
     kernel, inputs, expected = make()
     result = np.full(expected.shape, np.nan, "float16")
@@ -183,52 +181,6 @@ def test_products_of_few_rows_load_their_first_weights_before_they_wait(monkeypa
     assert re.search(r"\bLDG\.", before)
     assert not re.search(OTHER_ACCESSES, before)
     assert not re.search(r"\bLDG\.\S*CONSTANT", before + behind)
-
-
-def hopper_of(wanted):
-    """The best kernel for Hopper whose configuration is as `wanted`."""
-
-    def emit(problem, hw):
-        configs = hopper_configs(problem, hw)
-        return emit_gemm_hopper(problem, hw, next(filter(wanted, configs)))
-
-    return emit
-
-
-@pytest.mark.parametrize(
-    ("rows", "terms", "wanted"),
-    [
-        (16, 512, lambda config: config.split == 1),
-        (16, 2048, lambda config: config.split > 1),
-        (256, 512, lambda config: config.multicast > 1),
-    ],
-    ids=["blocks", "split", "multicast"],
-)
-def test_products_by_the_tma_load_their_first_weights_before_they_wait(
-    rows, terms, wanted, monkeypatch
-):
-    monkeypatch.setenv(VARIABLE, "all,boxes")
-    kernel, inputs, expected = product(rows, hopper_of(wanted), terms)
-    assert [int(number) for number in kernel.attrs[READS_AHEAD]] == [1]
-    body = cuda_on_cpu.lower(kernel).source.rsplit('extern "C"', 1)[1]
-    producer = body[body.index("_ahead(") :]
-    assert body.count(CALLED) == 2  # of the producer and the consumers; what is idle ends
-    assert producer.index(CALLED) < producer.index("cp_async_bulk_tensor")
-    result = np.full(expected.shape, np.nan, "float16")
-    run_hopper_on_cpu(kernel, [*inputs, result])
-    assert np.abs(result - expected).max() <= 4e-3 * np.abs(expected).max()
-
-
-def test_a_block_that_ends_without_a_wait_is_seen(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "1")
-    lowered = cuda_on_cpu.lower(double_in_tirx())
-    head, body = lowered.source.rsplit('extern "C"', 1)
-    body = body[: body.index("{")] + "{}"
-    with pytest.raises(EmulationError, match="a block ends without a wait"):
-        run_cuda_on_cpu(
-            replace(lowered, source=f'{head}extern "C"{body}'),
-            [np.zeros(128, "float32"), np.zeros(128, "float32")],
-        )
 
 
 # ---- who is launched late

@@ -15,8 +15,6 @@ import numpy as np
 import tvm_ffi
 from tvm import tirx
 
-from tvm_fusion.kernels.gpu.ahead import LOADS_AHEAD
-
 from . import cuda_on_cpu
 from .cuda_on_cpu import EMULATOR, cuda_source, ptxas_report
 
@@ -109,11 +107,7 @@ def _stand_in(definition: str) -> str:
     ptx = re.search(r'asm volatile\("([^"]*)"', definition).group(1)
     parameters = head[head.index("(") + 1 : head.rindex(")")].split(",")
     names = [p.split()[-1].lstrip("&*") for p in parameters if p.strip()]
-    unit = _unit(ptx, names)
-    if LOADS_AHEAD.search(head):
-        unit = f"bool yet = current->waits_yet; current->waits_yet = false; {unit} "
-        unit += "current->waits_yet = yet;"
-    return f"{head}{{ {unit} }}"
+    return f"{head}{{ {_unit(ptx, names)} }}"
 
 
 def _unit(ptx: str, names: list[str]) -> str:
@@ -153,7 +147,7 @@ def _tensor_copy(ptx: str, names: list[str]) -> str | None:
         target, tensor, *at = names
         at, rest = at[:rank], ", ".join(at[rank:])
         assert rest.count(",") == ptx.count("multicast")
-        call = f"tensor_load({target}, (const void*)({tensor}), at, {rank}, {rest});"
+        call = f"tensor_load({target}, {tensor}, at, {rank}, {rest});"
     else:
         tensor, *at, source = names
         call = f"tensor_store({tensor}, at, {rank}, {source});"

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import tvm
-from tvm import tirx
 
 from ..config import HardwareProfile, Policy
-from ..cost.analytic import US, pays_early
+from ..cost.analytic import pays_early
 from ..cost.probe import can_probe, probe
 from ..errors import PlanError
 from ..host.stages import stage
@@ -32,8 +31,6 @@ from ..ir.convention import Convention
 from ..ir.graph import FusionGraph, build_graph
 from ..ir.origins import Origins
 from ..kernels import registry
-from ..kernels.gpu.ahead import WRITES, asks
-from ..kernels.gpu.memory import WIDEST
 from ..plan.decide.caution import LAUNCH, measured_whole, unfused_times
 from ..plan.decide.decide import caution_of, without
 from ..plan.decide.predicted_again import predicted_again
@@ -46,14 +43,7 @@ from ..runtime.build.build import Built, KernelBuildError, build, memory_of
 from ..runtime.calls.call_memory import MemoryPlan
 from ..transform.apply.materialize import Materialized, materialize
 from ..transform.apply.pack_constants import PackConstants, packable_arguments
-from ..transform.apply.write_kernels import (
-    CLASS_ATTR,
-    Ahead,
-    Tuned,
-    Written,
-    points_of,
-    write_kernels,
-)
+from ..transform.apply.write_kernels import CLASS_ATTR, Ahead, Tuned, Written, write_kernels
 from ..transform.functions.devices import Part
 from ..transform.functions.each_function import EachFunction
 from ..transform.functions.function_apart import own_functions
@@ -378,11 +368,6 @@ class Planned:
             if name is not None:
                 body_us = group.predicted_us - group.terms.get(LAUNCH, 0.0)
                 longest[name] = max(longest.get(name, 0.0), body_us)
-        if asks(WRITES):
-            for gvar, func in materialized.mod.functions_items():
-                if isinstance(func, tirx.PrimFunc) and gvar.name_hint not in longest:
-                    moved = 2 * WIDEST * points_of(func)
-                    longest[gvar.name_hint] = moved / self.hw.hbm_bytes_per_s * US
         return {name: pays_early(body_us, self.hw) for name, body_us in longest.items()}
 
 

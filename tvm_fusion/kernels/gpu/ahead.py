@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import os
-import re
 
 from tvm import tirx
 from tvm.script import tirx as T
@@ -27,45 +26,26 @@ MARK = "tvm_fusion.before_wait"
 """The attribute of the place of a kernel's wait."""
 READS_AHEAD = "tvm_fusion.reads_ahead"
 """The attribute of a PrimFunc with the numbers of the parameters that are read in front of it."""
-LOADS_AHEAD = re.compile(rf"{PREFIX}(request|load(\d+|_box\d(_shared)?))_ahead")
-"""Device functions that read memory in front of a wait (`memory.copy_in`, `tensor_map`)."""
-BOXES, NEXT, KEYS, FIRST, WRITES = "boxes", "next", "keys", "first", "writes"
-"""Words of `VARIABLE`, not measured yet: tiles of weights that the TMA loads are read ahead; second
-weights of products of few rows, first keys and values of attention with few queries are asked for;
-kernels of few blocks let the next one start before they wait; short writes in place are early.
-"""
+LOADS_AHEAD = frozenset(f"{PREFIX}load{size}_ahead" for size in (4, 8, 16))
+"""Device functions that read memory in front of a wait (`memory.copy_in`)."""
 
 
 def asked() -> str:
-    """Which kernels are launched early where a device can: "none", "all", or those "that pay"; or
-    words by commas.
-    """
-    value = os.environ.get(VARIABLE, "")
-    return {"0": "none", "1": "all", "": "that pay"}.get(value, value)
-
-
-def asks(word: str) -> bool:
-    """Whether a word is among those of `asked`."""
-    return word in asked().split(",")
-
-
-def few_blocks() -> int:
-    """The most blocks of a kernel that lets the next one start before it waits ("first 16")."""
-    found = [word.split()[1] for word in asked().split(",") if word.startswith(f"{FIRST} ")]
-    return int(found[0]) if found else 0
+    """Which kernels are launched early where a device can: "none", "all", or those "that pay"."""
+    return {"0": "none", "1": "all"}.get(os.environ.get(VARIABLE, ""), "that pay")
 
 
 def is_to_be_early(func: tirx.PrimFunc) -> bool:
     """Whether the kernels of a written PrimFunc are to be launched early."""
-    if asks("none") or asks("all"):
-        return asks("all")
+    if asked() != "that pay":
+        return asked() == "all"
     marks = func.attrs or {}
     return EARLY_ATTR in marks and (bool(marks[EARLY_ATTR]) or READS_AHEAD in marks)
 
 
 def reads_ahead(hw: HardwareProfile) -> bool:
     """Whether kernels for a device have something in front of their wait."""
-    return not asks("none") and hw.architecture.has_dependent_launch
+    return asked() != "none" and hw.architecture.has_dependent_launch
 
 
 def before_wait() -> None:

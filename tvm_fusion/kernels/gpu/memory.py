@@ -27,7 +27,6 @@ Place = Callable[[int], Expr]
 
 WIDEST = 16
 """Bytes of the widest load and store (LDG.128)."""
-L2_LINE = 128
 
 _WORD = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint2", 16: "uint4"}
 _PTX = {
@@ -66,15 +65,6 @@ def copy_in(target: Place, source: Place, size: int, piece: int, hint: str = "nc
         name = f"load{piece}_{hint}"
         arguments = "void* d, const void* s"
         T.evaluate(device_call("void", name, arguments, body, target(start), source(start)))
-
-
-def request_ahead(source: Expr, offset: Expr | None = None) -> None:
-    """Asks for the line of the L2 so many bytes behind an address, which another kernel may be
-    writing.
-    """
-    body = 'asm volatile("prefetch.global.L2 [%0];" :: "l"((const char*)s + at));'
-    arguments, at = "const void* s, long long at", T.int64(0) if offset is None else offset
-    T.evaluate(device_call("void", "request_ahead", arguments, body, source, at))
 
 
 def copy_behind(target: Expr, source: Expr, offset: int, size: int) -> None:

@@ -19,7 +19,6 @@ from ..program.expr import bytes_of, convert, variables
 from ..program.extents import with_values
 from ..program.program import Extent
 from .access import AffineAccess, Digit, is_multiple
-from .intrinsics import device_call
 
 # What cuTensorMapEncodeTiled accepts.
 MAX_DIMENSIONS = 5
@@ -103,22 +102,17 @@ class TensorMap:
         at: Mapping[str, Expr | int],
         barrier: Expr,
         blocks: int = 1,
-        ahead: bool = False,
     ) -> None:
         """Emits the copy of a box to shared memory, counted by `barrier`.
 
         With several `blocks`, it goes to the same place of the first blocks of the cluster, and
-        each block's own barrier counts it. Where it stands `ahead` of the kernel's wait (see
-        `ahead`) it is a device function of its own.
+        each block's own barrier counts it.
         """
         name = (
             f"cp.async.bulk.tensor.{len(self.dimensions)}d"
             ".shared::cluster.global.mbarrier::complete_tx::bytes"
         )
         arguments = [target, T.address_of(handle), *self.coordinates(at), barrier]
-        if ahead:
-            T.evaluate(_load_ahead(name, arguments, blocks))
-            return
         if blocks > 1:
             name += ".multicast::cluster"
             arguments.append(T.uint16(2**blocks - 1))
@@ -128,32 +122,6 @@ class TensorMap:
         """Emits the copy of a box from shared memory; what lies outside the tensor is left out."""
         name = f"cp.async.bulk.tensor.{len(self.dimensions)}d.global.shared::cta.tile.bulk_group"
         T.evaluate(T.ptx[name](T.address_of(handle), *self.coordinates(at), source))
-
-
-def _load_ahead(name: str, arguments: list[Expr], blocks: int) -> Expr:
-    """A load of a box in front of the kernel's wait."""
-    target, tensor, *place, barrier = arguments
-    count = len(place)
-    at = ", ".join(f"%{2 + i}" for i in range(count))
-    operands, form = [f'"r"(c{i})' for i in range(count)], f"[%0], [%1, {{{at}}}], [%{2 + count}]"
-    parameters = [f"int c{i}" for i in range(count)]
-    ends, last, words, more = [], [], f"load_box{count}_ahead", []
-    if blocks > 1:
-        name, form = f"{name}.multicast::cluster", f"{form}, %{3 + count}"
-        ends, last, more = ["unsigned short s"], ['"h"(s)'], [T.uint16(2**blocks - 1)]
-        words = f"load_box{count}_shared_ahead"
-    given = ", ".join(['"r"(d)', '"l"(m)', *operands, '"r"(b)', *last])
-    return device_call(
-        "void",
-        words,
-        ", ".join(["unsigned d", "unsigned long long m", *parameters, "unsigned b", *ends]),
-        f'asm volatile("{name} {form};" :: {given} : "memory");',
-        T.cuda.cvta_generic_to_shared(target),
-        tensor,
-        *place,
-        T.cuda.cvta_generic_to_shared(barrier),
-        *more,
-    )
 
 
 def tensor_map(

@@ -60,7 +60,6 @@ thirds of the L2, which took 123.6 late.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Self
@@ -73,7 +72,7 @@ from tvm.ir import Call, Expr, StringImm, TensorLoad, Var
 
 from ...config.targets import architecture_of
 from ...ir.weights import Weight
-from ...kernels.gpu.ahead import LOADS_AHEAD, MARK, READS_AHEAD, few_blocks
+from ...kernels.gpu.ahead import LOADS_AHEAD, MARK, READS_AHEAD
 from ...kernels.gpu.intrinsics import PREFIX, device_call
 from .lowering import COOPERATIVE, LAUNCH_PARAMS
 from .version_names import is_kernel_of
@@ -91,7 +90,6 @@ ANOTHER = "another function"
 """Stands for functions of libraries, and of Relax, among the names of PrimFuncs."""
 
 _START = 'asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");'
-_LET_FIRST = 'asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");'
 _BEHIND = (  # an address of global memory, as before: else loads would ask where it points
     f"template <typename T> __device__ __forceinline__ void {PREFIX}behind_wait(T& p) "
     '{ size_t a = __cvta_generic_to_global(p); asm volatile("" : "+l"(a) :: "memory"); '
@@ -100,15 +98,6 @@ _BEHIND = (  # an address of global memory, as before: else loads would ask wher
 _PLAIN_LOADS = {"ld.global.nc": "ld.global", "__ldg(": "*("}
 """Loads of what is constant while a kernel runs, and those of memory that others write."""
 _FUNC_CALL = tvm.ir.Op.get("tirx.cuda.func_call")
-_OF_THE_BLOCK = {f"{PREFIX}cluster_arrive", f"{PREFIX}cluster_wait"}
-_UNITS_OF_THE_BLOCK = (  # barriers, registers, and shared memory, which no other kernel sees
-    "tirx.ptx.mbarrier_init",
-    "tirx.ptx.mbarrier_arrive_expect_tx",
-    "tirx.ptx.fence_",
-    "tirx.ptx.setmaxnreg",
-    "tirx.cuda.cta_sync",
-    "tirx.cuda.cvta_generic_to_shared",
-)
 _SHUFFLE = tvm.ir.Op.get("tirx.cuda.__shfl_sync")  # TVM asks for the number of the warp
 _PURE = 1  # tvm::tirx::CallEffectKind::kPure
 
@@ -139,27 +128,13 @@ def _early(func: tirx.PrimFunc) -> tirx.PrimFunc:
     others = [name for name in names if name != DYNAMIC_SMEM]
     pointers = [param for param in func.params if _is_pointer(param)]
     body = tvm_ffi.structural_map(func.body, [(Call, _with_plain_loads)])
-    start = _LET_FIRST if 0 < _blocks(func.body) <= few_blocks() else _START
     wait = [
-        tirx.Evaluate(device_call("void", WAIT, "", start)),
+        tirx.Evaluate(device_call("void", WAIT, "", _START)),
         *(tirx.Evaluate(_behind(pointer)) for pointer in pointers),
     ]
     behind = _with_wait(body, wait)
     func = func.with_body(behind or tirx.SeqStmt([*wait, body]))
     return func.with_attr(LAUNCH_PARAMS, [*others, EARLY, *last])
-
-
-def _blocks(body: tirx.Stmt) -> int:
-    """The number of blocks of a kernel; 0 where a launch tells it."""
-    found = {}
-
-    def visit(node: tirx.AttrStmt) -> None:
-        if node.attr_key == "thread_extent" and str(node.node.thread_tag).startswith("blockIdx"):
-            known = isinstance(node.value, tirx.IntImm)
-            found[str(node.node.thread_tag)] = int(node.value) if known else 0
-
-    tvm_ffi.structural_walk(body, [(tirx.AttrStmt, visit)])
-    return math.prod(found.values())
 
 
 def _is_pointer(param: Var) -> bool:
@@ -190,28 +165,24 @@ def _with_plain_loads(call: Call) -> Call:
 # ---- where a kernel says what stands in front of its wait
 
 
-def _with_wait(
-    body: tirx.Stmt, wait: Sequence[tirx.Stmt], is_last: bool = True
-) -> tirx.Stmt | None:
-    """The body with the wait behind the statements that are marked, on each way through it that
-    does something; None where such a way has no mark, or more than `_is_allowed` would stand in
-    front of it. Behind a statement that `is_last` a kernel ends.
+def _with_wait(body: tirx.Stmt, wait: Sequence[tirx.Stmt]) -> tirx.Stmt | None:
+    """The body with the wait behind the statements that are marked, on each way through it; None
+    where a way has no mark, or more than `_is_allowed` would stand in front of it.
     """
     if isinstance(body, tirx.AttrStmt):
         if body.attr_key == MARK:
             return tirx.SeqStmt([body.body, *wait]) if _is_allowed(body.body) else None
-        inner = _with_wait(body.body, wait, is_last)
+        inner = _with_wait(body.body, wait)
         return None if inner is None else tirx.AttrStmt(body.node, body.attr_key, body.value, inner)
-    if isinstance(body, tirx.IfThenElse) and (is_last or body.else_case is not None):
-        ways = [case for case in (body.then_case, body.else_case) if case is not None]
-        cases = [_with_wait(case, wait, is_last) for case in ways]
+    if isinstance(body, tirx.IfThenElse) and body.else_case is not None:
+        cases = [_with_wait(case, wait) for case in (body.then_case, body.else_case)]
         if None in cases or not _is_allowed(tirx.Evaluate(body.condition)):
             return None
-        return tirx.IfThenElse(body.condition, *cases, *[None][len(cases) - 1 :])
+        return tirx.IfThenElse(body.condition, *cases)
     if not isinstance(body, tirx.SeqStmt):
         return None
     for place, statement in enumerate(body.seq):
-        inner = _with_wait(statement, wait, is_last and place == len(body.seq) - 1)
+        inner = _with_wait(statement, wait)
         if inner is not None:
             return tirx.SeqStmt([*body.seq[:place], inner, *body.seq[place + 1 :]])
         if not _is_allowed(statement):
@@ -220,11 +191,11 @@ def _with_wait(
 
 
 def _is_allowed(statement: tirx.Stmt) -> bool:
-    """Whether a statement computes indices and registers, sets up what is the block's own, or
-    loads what the kernel says that it reads ahead, and does nothing else.
+    """Whether a statement computes indices and registers, makes room, asks for bytes, or loads what
+    the kernel says that it reads ahead, and does nothing else.
     """
     found = False
-    rest = tvm_ffi.structural_map(statement, [(Call, _without_own)])
+    rest = tvm_ffi.structural_map(statement, [(Call, _without_loads_ahead)])
 
     def call(node: Call) -> None:
         nonlocal found
@@ -233,23 +204,19 @@ def _is_allowed(statement: tirx.Stmt) -> bool:
 
     def load(node: TensorLoad) -> None:
         nonlocal found
-        found |= node.source.scope().startswith("global")
+        found |= node.source.scope() != "local"
 
     def store(node: tirx.BufferStore) -> None:
         nonlocal found
-        found |= node.buffer.scope().startswith("global")
+        found |= node.buffer.scope() != "local"
 
     tvm_ffi.structural_walk(rest, [(Call, call), (TensorLoad, load), (tirx.BufferStore, store)])
     return not found
 
 
-def _without_own(call: Call) -> Expr:
-    if call.op.same_as(_FUNC_CALL):
-        name = str(call.args[0].value)
-        is_own = LOADS_AHEAD.fullmatch(name) or name in _OF_THE_BLOCK
-    else:
-        is_own = str(getattr(call.op, "name", "")).startswith(_UNITS_OF_THE_BLOCK)
-    return tirx.IntImm("int32", 0) if is_own else call
+def _without_loads_ahead(call: Call) -> Expr:
+    is_ahead = call.op.same_as(_FUNC_CALL) and str(call.args[0].value) in LOADS_AHEAD
+    return tirx.IntImm("int32", 0) if is_ahead else call
 
 
 # ---- which launches have to be late

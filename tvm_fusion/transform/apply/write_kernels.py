@@ -186,10 +186,7 @@ def write_kernels(
     for gvar, func in mod.functions_items():
         if gvar.name_hint not in classes and isinstance(func, tirx.PrimFunc):
             known = constants.get(gvar.name_hint, ())
-            kernel = _of_recurrence(gvar.name_hint, func, known, hw, policy)
-            if gvar.name_hint in early:
-                kernel = kernel.with_attr(EARLY_ATTR, early[gvar.name_hint])
-            functions[gvar] = kernel
+            functions[gvar] = _of_recurrence(gvar.name_hint, func, known, hw, policy)
     return Written(with_functions(mod, functions), failures)
 
 
@@ -212,18 +209,6 @@ def _is_symbolic(func: tirx.PrimFunc) -> bool:
     """Whether a size of a parameter is known at the call alone."""
     buffers = (p.ty for p in func.params if isinstance(p.ty, tirx.BufferType))
     return any(not isinstance(e, tirx.IntImm) for ty in buffers for e in ty.shape)
-
-
-def points_of(func: tirx.PrimFunc) -> float:
-    """The points of a function's largest nest; infinitely many where a size is not known."""
-    blocks: list[s_tir.SBlock] = []
-    tvm_ffi.structural_walk(func.body, [(s_tir.SBlock, blocks.append)])
-    extents = ([axis.dom.extent for axis in block.iter_vars] for block in blocks)
-    return max((math.prod(map(_known, own)) for own in extents), default=0)
-
-
-def _known(extent: tvm.ir.Expr) -> float:
-    return int(extent) if isinstance(extent, tirx.IntImm) else math.inf
 
 
 def _terms(func: tirx.PrimFunc) -> int:

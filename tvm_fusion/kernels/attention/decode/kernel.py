@@ -23,10 +23,9 @@ from tvm.script import tirx as T
 from ....config import HardwareProfile
 from ...gemm.mma.units import CHUNK, commit_async, copy_async, wait_async, warp_sync
 from ...gpu.access import is_multiple
-from ...gpu.ahead import KEYS, asks, before_wait, reads_ahead
 from ...gpu.frame import then
 from ...gpu.intrinsics import cluster_arrive
-from ...gpu.memory import request_ahead, shared_pool
+from ...gpu.memory import shared_pool
 from ...gpu.product_frame import Frame, lower, open_kernel
 from ...program.expr import conjunction, constant, convert
 from ..read.model import Attention
@@ -69,9 +68,9 @@ class Rows(Lines):
         super().prepare()
         self.lane = lane
 
-    def copy(self, stage: Expr, first: Expr, limits: Limits | None, ahead: bool = False) -> None:
+    def copy(self, stage: Expr, first: Expr, limits: Limits | None) -> None:
         """Starts the copies of the keys of a step from `first` on, to the address `stage`; zeros in
-        place of keys that are not visible. `ahead` of the kernel's wait they are asked for."""
+        place of keys that are not visible."""
         tile = self.tile
         count = None if limits is None else limits[1]
         start, last = self._split(0)
@@ -90,10 +89,6 @@ class Rows(Lines):
                 inside = conjunction(inside, column < end)
             within = T.bitwise_xor(column * self.source.piece, tile.turn(row) * CHUNK)
             place = self.ring.ptr_to([stage + (row * tile.width + within + tile.start)])
-            if ahead:
-                with then(T.bool(True) if inside is None else inside):
-                    request_ahead(self.pointer, at)
-                continue
             T.evaluate(copy_async(self.source.piece, place, self.pointer, at, inside))
 
     def _split(self, i: int) -> tuple[Expr, Expr]:
@@ -138,17 +133,15 @@ def emit_attention_decode(
         config = attention_decode_ranked(attention, hw)[0][1]
     check_config(problem, config, hw)
     with open_kernel(attention) as frame:
-        _Kernel(frame, problem, config, reads_ahead(hw) and asks(KEYS)).emit()
+        _Kernel(frame, problem, config).emit()
     return frame.func
 
 
 class _Kernel:
     """One kernel: clusters over units and chunks of their rows."""
 
-    def __init__(
-        self, frame: Frame, problem: DecodeProblem, config: DecodeConfig, ahead: bool
-    ) -> None:
-        self.frame, self.problem, self.config, self.ahead = frame, problem, config, ahead
+    def __init__(self, frame: Frame, problem: DecodeProblem, config: DecodeConfig):
+        self.frame, self.problem, self.config = frame, problem, config
         self.attention = problem.attention
         self.layout = sizes_of(problem).layout(config)
 
@@ -239,13 +232,14 @@ class _Kernel:
     def _loop(self) -> None:
         config, layout = self.config, self.layout
         env = self.problem.row_env(self.unit, constant(0, self.frame.index), self.frame)
-        self.rows = self._rows(env)
+        keys = self.attention.keys
+        self.rows = [
+            Rows(self.frame, source, keys, env, self.ring, tile)
+            for source, tile in ((self.problem.k, layout.keys), (self.problem.v, layout.values))
+        ]
+        for rows in self.rows:
+            rows.prepare(self.lane)
         self.base = T.Bind(self.warp * (config.stages * layout.stage_bytes))
-        if self.ahead:
-            for number in range(config.stages - 1):
-                self._fill(constant(number, "int32"), ahead=True)
-            before_wait()
-            self.rows = self._rows(env)
         for number in range(config.stages - 1):
             self._fill(constant(number, "int32"))
         products = Products(self.frame, self.problem, layout, self.ring, self.lane)
@@ -271,31 +265,15 @@ class _Kernel:
         self.softmax.finish()
         self.sums = products.sums
 
-    def _rows(self, env: Mapping[Var, Expr]) -> list[Rows]:
-        """Copies of keys and values."""
-        found = [
-            Rows(self.frame, source, self.attention.keys, env, self.ring, tile)
-            for source, tile in (
-                (self.problem.k, self.layout.keys),
-                (self.problem.v, self.layout.values),
-            )
-        ]
-        for rows in found:
-            rows.prepare(self.lane)
-        return found
-
     def _stage(self, number: Expr) -> Expr:
         """The address of the ring's stage that the warp's step of that number arrives in."""
         return T.Bind(self.base + number % self.config.stages * self.layout.stage_bytes)
 
-    def _fill(self, number: Expr, ahead: bool = False) -> None:
-        """Starts the copies of the warp's step of that number, if there is one; asks for them
-        `ahead` of the kernel's wait.
-        """
+    def _fill(self, number: Expr) -> None:
+        """Starts the copies of the warp's step of that number, if there is one."""
         with then(number < self.steps):
             stage, first = self._stage(number), self._first_key(number)
             limits = (self.below, self.count) if self.masked else None
             for rows in self.rows:
-                rows.copy(stage, first, limits, ahead)
-        if not ahead:
-            T.evaluate(commit_async())
+                rows.copy(stage, first, limits)
+        T.evaluate(commit_async())

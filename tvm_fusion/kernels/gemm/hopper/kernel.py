@@ -21,7 +21,6 @@ from tvm.script import tirx as T
 from ....config import HardwareProfile, Policy
 from ....errors import Unsupported
 from ...contraction.reader import Contraction
-from ...gpu.ahead import BOXES, asks, before_wait, reads_ahead
 from ...gpu.product_frame import Frame, Grid, open_kernel
 from ..side_by_side import SegmentGrid
 from .configs import rank_configs
@@ -121,7 +120,7 @@ def emit_problem(
     """
     plan = make_plan(problem, config, hw)
     with open_kernel(problem.contraction) as frame:
-        _emit(frame, problem, plan, _stages_ahead(problem, plan, hw))
+        _emit(frame, problem, plan)
     return frame.func
 
 
@@ -144,21 +143,9 @@ def _grid(problem: HopperProblem, plan: Plan) -> Grid | SegmentGrid:
     return Grid("int32", problem.batch, problem.M, problem.columns, *tile)
 
 
-def _stages_ahead(problem: HopperProblem, plan: Plan, hw: HardwareProfile) -> int:
-    """Stages that every block fills with weights in front of the kernel's wait; of a batch the
-    right operands are hardly ever weights.
-    """
-    if not (reads_ahead(hw) and asks(BOXES)) or problem.streams or problem.batch != 1:
-        return 0
-    if not isinstance(plan.tiles, int):
-        return 0
-    return min(plan.config.stages, min(plan.depths) // plan.config.split)
-
-
-def _emit(frame: Frame, problem: HopperProblem, plan: Plan, ahead: int) -> None:
+def _emit(frame: Frame, problem: HopperProblem, plan: Plan) -> None:
     """The kernel: set-up, then producer and consumers apart."""
-    maps = encode_maps(frame, problem, plan)
-    kernel = Hopper(frame, problem, plan, _grid(problem, plan), maps, ahead)
+    kernel = Hopper(frame, problem, plan, _grid(problem, plan), encode_maps(frame, problem, plan))
     T.device_entry()
     kernel.cluster = T.cta_id([plan.blocks])
     if plan.cluster > 1:
@@ -185,8 +172,6 @@ def _emit(frame: Frame, problem: HopperProblem, plan: Plan, ahead: int) -> None:
         with T.Else():
             if plan.moves_registers:
                 set_registers(plan.consumer_registers, more=True)
-            if ahead:
-                before_wait()
             # Only an exchange of sums uses it so often that it is worth a register.
             kernel.rank = _in_register(special) if plan.config.split > 1 else special
             number = T.Bind(warpgroup[0] - 1)

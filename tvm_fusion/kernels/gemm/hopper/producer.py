@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from tvm import tirx
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
-from ...gpu.ahead import before_wait
 from ...gpu.product_frame import Grid, Tile
 from ..side_by_side import SegmentGrid
 from .model import BOX, STEP_BYTES, HopperSegment, WindowPart, Windows
@@ -32,9 +30,6 @@ def emit_producer(kernel: Hopper) -> None:
     if kernel.problem.streams:
         _emit_streams(kernel, terms, ring)
         return
-    if kernel.ahead:
-        _fill_ahead(kernel, terms)
-        before_wait()
     with T.serial(0, kernel.turns) as turn:
         tile = _kept(kernel.grid, kernel.tile(turn))
         if kernel.shared.resume is not None:
@@ -45,17 +40,15 @@ def emit_producer(kernel: Hopper) -> None:
         with T.serial(0, kernel.steps_of(tile), unroll=False) as step:
             barrier = kernel.shared.full.ptr_to([ring.stage])
             _wait_until_empty(kernel, ring)
-            with _behind_stages_ahead(kernel, turn, step):
-                expect(barrier, kernel.plan.transaction_bytes)
+            expect(barrier, kernel.plan.transaction_bytes)
             term = terms.at(step)
             if kernel.problem.shared:
                 terms.load_a(0, tile, term, ring.stage, barrier)
             for number, own in kernel.grid.each_segment(tile):
                 if not kernel.problem.shared:
                     terms.load_a(number, own, term, ring.stage, barrier)
-                with _behind_stages_ahead(kernel, turn, step):
-                    for place, tap in enumerate(terms.taps(number)):
-                        _load_b(kernel, number, own, term | tap, ring.stage, barrier, place)
+                for place, tap in enumerate(terms.taps(number)):
+                    _load_b(kernel, number, own, term | tap, ring.stage, barrier, place)
                 terms.advance(number)
             ring.advance()
     if kernel.plan.config.multicast > 1:
@@ -63,32 +56,6 @@ def emit_producer(kernel: Hopper) -> None:
         with T.serial(0, kernel.plan.config.stages, unroll=False):
             _wait_until_empty(kernel, ring)
             ring.advance()
-
-
-def _fill_ahead(kernel: Hopper, terms: Terms | Taps) -> None:
-    """Emits the loads of the first tile's weights into the first stages, which wait for A."""
-    tile = kernel.tile(T.int32(0))
-    terms.begin(tile)
-    maps = (found for maps in kernel.plan.b_maps for found in maps)
-    kernel.frame.read_ahead |= {found.param for found in maps}
-    with T.serial(0, kernel.ahead, unroll=False) as stage:
-        barrier = kernel.shared.full.ptr_to([stage])
-        expect(barrier, kernel.plan.transaction_bytes)
-        term = terms.at(stage)
-        for number, own in kernel.grid.each_segment(tile):
-            for place, tap in enumerate(terms.taps(number)):
-                _load_b(kernel, number, own, term | tap, stage, barrier, place, ahead=True)
-            terms.advance(number)
-
-
-@contextlib.contextmanager
-def _behind_stages_ahead(kernel: Hopper, turn: Expr, step: Expr) -> Iterator[None]:
-    """Within, what is done for all stages but those that `_fill_ahead` fills."""
-    if not kernel.ahead:
-        yield
-        return
-    with T.If(tirx.Or(turn > 0, step >= kernel.ahead)), T.Then():
-        yield
 
 
 def _emit_streams(kernel: Hopper, terms: Terms | Taps, ring: Ring) -> None:
@@ -376,7 +343,6 @@ def _load_b(
     stage: Expr,
     barrier: Expr,
     place_in_stage: int = 0,
-    ahead: bool = False,
 ) -> None:
     """The tiles of B of one segment; those of a pair are one operand of wgmma.
 
@@ -403,4 +369,4 @@ def _load_b(
             target = kernel.shared.b.ptr_to([stage, row * STEP_BYTES])
             place = at | {"n": at["n"] + column}
             handle = kernel.maps.b[number][product]
-            plan.b_maps[number][product].load(target, handle, place, barrier, blocks, ahead)
+            plan.b_maps[number][product].load(target, handle, place, barrier, blocks)

@@ -116,7 +116,6 @@ class Hopper:
     """A Hopper kernel under construction.
 
     `cluster` is the number of the block's cluster (or of the block), `rank` its place therein.
-    `ahead` stages are filled with weights in front of the kernel's wait.
     """
 
     frame: Frame
@@ -124,7 +123,6 @@ class Hopper:
     plan: Plan
     grid: Grid
     maps: Maps
-    ahead: int = 0
     shared: Shared | None = None
     thread: Expr | None = None
     cluster: Expr | None = None

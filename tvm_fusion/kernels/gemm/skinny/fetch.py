@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 
 from ...contraction.model import INDEX, fresh_var
 from ...contraction.reader import Axis
-from ...gpu.memory import L2_LINE, WIDEST, copy_in, request_ahead
+from ...gpu.memory import WIDEST, copy_in
 from ...gpu.product_frame import Frame
 from ...program.expr import bytes_of, constant
 
@@ -115,15 +115,6 @@ def widest_piece(factor: int, length: int, dtype: str) -> int:
     while piece > size and (factor * size % piece or length * size % piece):
         piece //= 2
     return piece if dtype != "bool" else size
-
-
-def emit_requests(fetch: Fetch, frame: Frame, env: Env) -> None:
-    """Asks for what a fetch reads, a line of the L2 at a time."""
-    buffer, size = frame.buffers[fetch.source], bytes_of(fetch.dtype)
-    for copy in fetch.copies:
-        place = frame.place(copy.indices, env)
-        for i in range(0, copy.elements, L2_LINE // size):
-            request_ahead(buffer.ptr_to([*place[:-1], place[-1] + i]))
 
 
 def emit_fetch(fetch: Fetch, frame: Frame, env: Env, hint: str) -> Expr:

@@ -26,7 +26,7 @@ from tvm.script import tirx as T
 from ....config import HardwareProfile
 from ....errors import Unsupported
 from ...contraction.reader import Contraction, Product, Segment
-from ...gpu.ahead import NEXT, asks, before_wait, reads_ahead
+from ...gpu.ahead import before_wait, reads_ahead
 from ...gpu.intrinsics import device_call
 from ...gpu.math_functions import product_of
 from ...gpu.memory import WIDEST, copy_registers
@@ -241,15 +241,9 @@ class _Kernel:
             with T.If(chunk < part.chunks), T.Then():
                 self._together(part, [chunk])
 
-    def _together(
-        self,
-        part: FmaSum | MmaSum,
-        chunks: list[Expr],
-        ahead: bool = False,
-        following: Sequence[Expr] = (),
-    ) -> None:
+    def _together(self, part: FmaSum | MmaSum, chunks: list[Expr], ahead: bool = False) -> None:
         """Some blocks of terms, the loads of all of them first; weights `ahead` of the wait for
-        kernels in front, where those of the `following` blocks are asked for.
+        kernels in front.
         """
         steps = [Step(chunk, {}, {}) for chunk in chunks]
         for step in steps:
@@ -259,9 +253,6 @@ class _Kernel:
         if ahead:
             loaded = (fetches for step in steps for fetches in step.b.values())
             self.frame.read_ahead |= {fetch.source for fetches in loaded for fetch in fetches}
-            for chunk in following:
-                for _, values, unit in part.weights_of():
-                    values.request(part.env(values, chunk, unit))
             before_wait()
         for step in steps:
             part.load_rows(step)
@@ -281,8 +272,7 @@ class _Kernel:
 
         first = int(rounds > 0 and self.reads_ahead)
         if first:
-            following = chunks(1, ahead) if asks(NEXT) and rounds > 1 else ()
-            self._together(part, chunks(0, ahead), True, following)
+            self._together(part, chunks(0, ahead), ahead=True)
         if rounds - first == 1:
             self._together(part, chunks(first, ahead))
         elif rounds - first > 1:

@@ -40,7 +40,7 @@ from ...program.expr import (
     variables,
 )
 from .bits import Field, field_float, linear_of, word_of
-from .fetch import Blocks, Copy, Env, Fetch, emit_fetch, emit_requests, runs_of, widest_piece
+from .fetch import Blocks, Copy, Env, Fetch, emit_fetch, runs_of, widest_piece
 
 # An operand at a block of points: which loads they share, in wide copies, and their expressions.
 #
@@ -224,11 +224,6 @@ class Values:
         """Emits loads of a block into registers, with the operand's own `hint` if None."""
         hint = hint or self.reader.hint
         return {f: emit_fetch(f, self.frame, env, hint) for f in self.fetches(streamed)}
-
-    def request(self, env: Env) -> None:
-        """Asks for what `load` loads."""
-        for fetch in self.fetches(None):
-            emit_requests(fetch, self.frame, env)
 
     def element_dtypes(self) -> set[str]:
         """Dtypes of the loads that differ between the elements of a block, or its threads."""
