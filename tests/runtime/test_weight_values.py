@@ -7,6 +7,8 @@ import tvm
 from tvm import relax
 
 import tvm_fusion
+from tvm_fusion.config import resolve_target
+from tvm_fusion.config.targets import device_of
 from tvm_fusion.ir import weights
 from tvm_fusion.runtime.build import weight_values
 from tvm_fusion.runtime.module import CompiledModule
@@ -112,3 +114,28 @@ def test_checks_of_other_values_stay():
         ("another", "x"),
         ("another", "w"),
     ]
+
+
+@pytest.fixture
+def second_gpu(monkeypatch):
+    """What torch says where a process has made its second GPU the current one."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+
+def test_a_target_is_torch_s_current_gpu(second_gpu):
+    assert device_of(resolve_target("h200")[0]).index == 1
+    assert device_of(resolve_target("llvm")[0]) == tvm.cpu(0)
+
+
+def test_without_torch_on_gpus_a_target_is_the_first_one():
+    assert device_of(resolve_target("h200")[0]).index == 0
+
+
+def test_a_module_stays_on_the_gpu_that_it_was_made_on(second_gpu, monkeypatch):
+    compiled = tvm_fusion.compile(
+        torch.nn.Linear(8, 8), "h200", example_inputs=(torch.randn(4, 8),)
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert compiled.built.device.index == 1
+    assert compiled.built.weights._device.index == 1

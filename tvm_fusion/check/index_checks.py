@@ -33,6 +33,7 @@ import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir import Call, Expr, GenericConst, Op, Var
 
+from ..config.targets import device_of
 from ..errors import OutOfRange
 from ..frontends.finish import first_line
 from ..ir.blocks import substitute
@@ -191,7 +192,7 @@ class IndexChecks:
 
     def refuse(self, inputs: Sequence[Any]) -> None:
         """As a call, of inputs on the host (`drawn_inputs`)."""
-        device = tvm.runtime.device_from_target(self._target)
+        device = device_of(self._target)
         self([to_argument(x, device=device) for x in inputs])
 
     def to_json(self) -> str | None:
@@ -223,9 +224,8 @@ class IndexChecks:
         if self._low is None:
             return ()
         if self._run is None:
-            machine = plain_build(self._low, self._target).machine()
-            device = tvm.runtime.device_from_target(self._target)
-            self._run = function_of(machine, "main", device)
+            built = plain_build(self._low, self._target)
+            self._run = function_of(built.machine(), "main", built.device)
         return self._run(*arguments)
 
 

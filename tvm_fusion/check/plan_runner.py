@@ -19,6 +19,7 @@ import numpy as np
 import tvm
 
 from ..config import HardwareProfile, Policy
+from ..config.targets import device_of
 from ..errors import BuildError, PlanError, TargetError
 from ..ir.graph import FusionGraph
 from ..plan.legality import Evaluator
@@ -115,7 +116,7 @@ class PlanRunner:
     ) -> None:
         self.low, self.graph, self.target = low, graph, target
         self.hw, self.policy = hw, policy
-        self.device = tvm.runtime.device_from_target(target)
+        self.device = device_of(target)
         if not self.device.exist:
             raise TargetError(
                 f"this machine has no {target.kind.name} device to run plans on"

@@ -384,7 +384,7 @@ def build_references(
         device = tvm.cpu()
     else:
         built = build_entries(wide, entries, target, plan_memory=False)
-        executable, device = built[entries[0]].executable, tvm.runtime.device_from_target(target)
+        executable, device = built[entries[0]].executable, built[entries[0]].device
     machine = virtual_machine(executable, device)
     return {name: _run_of(function_of(machine, name, device), device) for name in entries}
 
@@ -462,7 +462,7 @@ def runner(
     the virtual machine for all runs but that one. Behind the outputs comes what is left in the
     inputs whose numbers are `written`.
     """
-    device = tvm.runtime.device_from_target(built.target)
+    device = built.device
     machine = built.machine()
     function = function_of(machine, entry or built.signature.function, device)
     first = True

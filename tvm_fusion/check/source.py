@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tvm
 
 from ..errors import VerificationError
 from ..flow.planned import Planned
@@ -195,7 +194,7 @@ def _in_fresh_memory(compiled: CompiledModule, here: bool) -> AbstractContextMan
     memory = compiled.memory
     if not here or memory is None:
         return nullcontext()
-    return poisoned(tvm.runtime.device_from_target(compiled.target), memory.storages())
+    return poisoned(compiled.device, memory.storages())
 
 
 def _special(source: _Source, run: Run, device: str, planned: Planned) -> str | None:

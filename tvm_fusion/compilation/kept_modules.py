@@ -179,7 +179,7 @@ class Kept:
     def _writer(self, compiled: CompiledModule) -> Callable[[Path], None]:
         """What writes the files of a module into a folder, on any thread."""
         built = compiled.built
-        left = ("executable", "target", "weights", "written")
+        left = ("executable", "target", "weights", "written", "device")
         plain = {f.name: getattr(built, f.name) for f in fields(Built) if f.name not in left}
         facts = {
             "built": plain | {"kernels": dict(built.kernels), "resources": dict(built.resources)},

@@ -1,6 +1,7 @@
 """Between TVM targets and hardware profiles: what needs TVM and the machine."""
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -254,6 +255,19 @@ def present_gpu() -> tuple[str | None, str]:
     if not device.exist:
         return None, ""
     return device.device_name, f"sm_{device.compute_version.replace('.', '')}"
+
+
+def device_of(target: Any) -> Any:
+    """The TVM device that code for a target runs on now, there or not. Of several GPUs it is
+    torch's current one where torch uses them, else the first.
+    """
+    import tvm
+
+    found = tvm.runtime.device_from_target(target)
+    torch = sys.modules.get("torch")
+    if found.type != "cuda" or torch is None or not torch.cuda.is_initialized():
+        return found
+    return tvm.device("cuda", torch.cuda.current_device())
 
 
 def architecture_of(target: Any) -> Architecture:

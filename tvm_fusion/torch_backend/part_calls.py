@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -243,7 +244,7 @@ class PartCalls:
     def _compiled(self, inputs: Sequence[Any], keep_symbols: bool) -> "_Build":
         # the first call of a graph runs in a mode that looks at each operation of torch, which
         # takes longer than most operations of the part in torch
-        with _disable_current_modes():
+        with _disable_current_modes(), _current(self._device):
             return self._compiled_alone(inputs, keep_symbols)
 
     def _compiled_alone(self, inputs: Sequence[Any], keep_symbols: bool) -> "_Build":
@@ -445,6 +446,11 @@ def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     if len(numbers) > 1:
         return operator.itemgetter(*numbers)
     return lambda given: [given[i] for i in numbers]
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """A GPU is the one that code is made for."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _is_tensor(value: Any) -> bool:

@@ -16,6 +16,7 @@ from tvm import relax, tirx
 from tvm.relax import vm_build
 from tvm.tirx.build import codegen_build
 
+from ...config.targets import device_of
 from ...errors import BuildError
 from ...host.stages import stepped
 from ...ir.weights import Weight, with_values
@@ -114,6 +115,8 @@ class Built:
         The functions of the executable that can be called.
     written : callable or None
         Gives the module that was built.
+    device : tvm.runtime.Device
+        That it runs on: the one of its target (`config.targets.device_of`) when it was made.
     """
 
     executable: relax.VMExecutable
@@ -132,11 +135,15 @@ class Built:
     weights: WeightValues | None = None
     entries: tuple[str, ...] = ()
     written: Callable[[], tvm.IRModule] | None = None
+    device: tvm.runtime.Device | None = None
+
+    def __post_init__(self) -> None:
+        if self.device is None:
+            object.__setattr__(self, "device", device_of(self.target))
 
     def machine(self) -> relax.VirtualMachine:
         """A virtual machine, whose functions have their weights."""
-        device = tvm.runtime.device_from_target(self.target)
-        return virtual_machine(self.executable, device, self.weights)
+        return virtual_machine(self.executable, self.device, self.weights)
 
     def complete(self) -> relax.VMExecutable:
         """The executable with weights as constants, for who runs it without this package."""

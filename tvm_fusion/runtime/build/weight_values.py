@@ -14,6 +14,7 @@ import tvm
 from tvm import relax
 from tvm.runtime import Tensor
 
+from ...config.targets import device_of
 from ...errors import BuildError
 from ...ir.weights import Recipe, Weight, as_parameters, origins
 from .destinations import Destinations
@@ -106,6 +107,7 @@ class WeightValues:
         self.weights, self.target = dict(weights), target
         self.origins = origins(w for each in self.weights.values() for w in each)
         self._compile = compile_functions
+        self._device = device_of(target)
         self._lock = threading.Lock()
         self._values: dict[Weight, Tensor] | None = None
 
@@ -118,7 +120,7 @@ class WeightValues:
 
     def settle(self) -> None:
         """Compute them now, if there is a device: from now on the model may change its weights."""
-        if not tvm.runtime.device_from_target(self.target).exist:
+        if not self._device.exist:
             return
         with self._lock:
             if self._values is None:
@@ -131,9 +133,8 @@ class WeightValues:
 
     def _computed(self) -> dict[Weight, Tensor]:
         wanted = list(dict.fromkeys(w for each in self.weights.values() for w in each))
-        device = tvm.runtime.device_from_target(self.target)
-        kernels = self._kernels(wanted) if device.type != "cpu" else {}
-        found = {weight: _on(device, weight, kernels) for weight in wanted}
+        kernels = self._kernels(wanted) if self._device.type != "cpu" else {}
+        found = {weight: _on(self._device, weight, kernels) for weight in wanted}
         for weight, value in found.items():
             weight.settle(value)
         return found

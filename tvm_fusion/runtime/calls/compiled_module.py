@@ -13,6 +13,7 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
+from ...config.targets import device_of
 from ...errors import InputError, TargetError
 from ...ir.convention import Convention
 from ...plan.plan import FusionPlan
@@ -191,7 +192,7 @@ class CompiledModule:
     @cached_property
     def device(self) -> tvm.runtime.Device:
         """The device that calls run on; raises TargetError where there is none."""
-        device = tvm.runtime.device_from_target(self.target)
+        device = device_of(self.target) if self.built is None else self.built.device
         if not device.exist:
             raise TargetError(
                 f"the module is compiled for {self.target.kind.name}, and this machine has no such "
