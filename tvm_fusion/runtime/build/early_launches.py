@@ -44,6 +44,11 @@ them late. Which are to be early says the cost model (`cost.analytic.pays_early`
       batch 16                                           214.1       213.4      219.2
         on a stream                                      227.0       221.9
         sixteen of them, each                            215.2       213.2
+    H200 (2026-11-28, `tests/results/early_launches_h200.json`)
+      a layer of Llama 3 8B, cache of 2048, batch 1      125.2       118.4      117.4
+        on a stream                                      131.5       121.2      120.2
+      batch 16                                           162.5       160.9      164.3
+        on a stream                                      170.9       166.7      170.9
     H200, without loads ahead (2026-11-27)
       four blocks of 512 tokens                          187.0                  183.0
       ResNet-50, 32 images                               782.7                  786.9
@@ -55,7 +60,10 @@ Bitwise the same: outputs and caches of 1,000 steps of these layers (`tests/gpu/
 and the blocks 201.0: letting others start before the wait, 182.8 and 191.2.
 Requests of weights into the L2 in front of the wait (`cp.async.bulk.prefetch.L2`, of all blocks
 that run at once), on an H200: 119.5, 124.2 and 131.5 for the layer with an eighth, a third and two
-thirds of the L2, which took 123.6 late.
+thirds of the L2, which took 123.6 late. At batch 16, where it took 156.6 late and 155.6 by default:
+rings of Hopper products filled ahead, 162.8; with small kernels that trigger before they wait,
+152.7, which cost 1.3 at batch 1. There: keys asked for ahead, 115.7, where the default took 116.9.
+compute-sanitizer's racecheck finds nothing in small layers.
 """
 
 from __future__ import annotations
