@@ -34,7 +34,7 @@ from ..runtime.build.kernel_code import kernel_sources
 from ..runtime.build.resources import ptxas_resources
 from ..transform.apply.write_kernels import Tuned, write_kernel
 from ..tuning.session.choices import ranked_configs, text_of
-from ..tuning.session.tasks import key_of, workload_of
+from ..tuning.session.tasks import key_of_group
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class Instead:
         self, func: tirx.PrimFunc, class_name: str, policy: Policy, first: Judged, best: Judged
     ) -> None:
         """Have `best` in place of `first`."""
-        self.taken[_key(func, class_name, policy)] = first, best
+        self.taken[key_of_group(func, class_name, policy)] = first, best
 
     # ---- as write_kernels and reports ask for it
 
@@ -148,7 +148,7 @@ class Instead:
 
     def choice(self, func: tirx.PrimFunc, class_name: str, policy: Policy) -> str:
         """As `TunedKernels.choice`."""
-        pair = self.taken.get(_key(func, class_name, policy))
+        pair = self.taken.get(key_of_group(func, class_name, policy))
         if pair is not None:
             return f"spilled {text_of(pair[1].config)}"
         return self._tuned.choice(func, class_name, policy) if self._tuned else ""
@@ -157,7 +157,7 @@ class Instead:
         self, func: tirx.PrimFunc, class_name: str, hw: HardwareProfile, policy: Policy
     ) -> tirx.PrimFunc | None:
         """As `TunedKernels.kernel`."""
-        pair = self.taken.get(_key(func, class_name, policy))
+        pair = self.taken.get(key_of_group(func, class_name, policy))
         if pair is None:
             return self._tuned.kernel(func, class_name, hw, policy) if self._tuned else None
         return write_kernel(without_constants(func), class_name, hw, policy, pair[1].config)
@@ -166,7 +166,7 @@ class Instead:
         self, func: tirx.PrimFunc, class_name: str, policy: Policy
     ) -> Mapping[str, Any] | None:
         """As `TunedKernels.told`; of a kernel that spilled, what it took by prediction."""
-        key = _key(func, class_name, policy)
+        key = key_of_group(func, class_name, policy)
         if key not in self.taken:
             return self._tuned.told(func, class_name, policy) if self._tuned else None
         first, best = self.taken[key]
@@ -179,8 +179,3 @@ class Instead:
             "instead_of_us": first.us,
             "instead_of_spill_bytes": first.spill_bytes,
         }
-
-
-def _key(func: tirx.PrimFunc, class_name: str, policy: Policy) -> str:
-    """The same for a group by itself, whose operands are no constants of the module."""
-    return key_of(workload_of(without_constants(func), class_name, policy))

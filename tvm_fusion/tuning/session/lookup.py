@@ -34,7 +34,7 @@ from ..measure.building import written
 from ..tuning_database import current_database
 from .choices import CLASS_CHOICE, DEFAULT, chosen, ranked_configs, text_of
 from .settings import load_settings
-from .tasks import key_of, workload_of
+from .tasks import key_of, key_of_group, workload_of
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ class OtherKernels:
 
     def reject(self, func: tirx.PrimFunc, class_name: str) -> str | None:
         """Go on to the next configuration for a function; its text, or None where none is left."""
-        key = self._key(func, class_name)
+        key = key_of_group(func, class_name, self._policy)
         if key not in self._left:
             self._left[key] = self._offered(func, class_name)
         if not self._left[key]:
@@ -260,7 +260,7 @@ class OtherKernels:
 
     def choice(self, func: tirx.PrimFunc, class_name: str, policy: Policy) -> str:
         """As `TunedKernels.choice`."""
-        text = self._now.get(self._key(func, class_name))
+        text = self._now.get(key_of_group(func, class_name, self._policy))
         if text is None:
             return self._tuned.choice(func, class_name, policy) if self._tuned else ""
         return "" if text == DEFAULT else f"{CLASS_CHOICE} {text}"
@@ -269,7 +269,7 @@ class OtherKernels:
         self, func: tirx.PrimFunc, class_name: str, hw: HardwareProfile, policy: Policy
     ) -> tirx.PrimFunc | None:
         """As `TunedKernels.kernel`."""
-        text = self._now.get(self._key(func, class_name))
+        text = self._now.get(key_of_group(func, class_name, self._policy))
         if text is None:
             return self._tuned.kernel(func, class_name, hw, policy) if self._tuned else None
         return written(workload_of(func, class_name, policy), CLASS_CHOICE, text, hw, policy)
@@ -279,13 +279,9 @@ class OtherKernels:
     ) -> Mapping[str, Any] | None:
         """As `TunedKernels.told`; of a kernel that was wrong, that it is not used."""
         said = self._tuned.told(func, class_name, policy) if self._tuned else None
-        if said is None or self._key(func, class_name) not in self._now:
+        if said is None or key_of_group(func, class_name, self._policy) not in self._now:
             return said
         return {"workload": said["workload"], "choice": DEFAULT, "stale": "wrong numbers"}
-
-    def _key(self, func: tirx.PrimFunc, class_name: str) -> str:
-        """The same for a group by itself, whose operands are no constants of the module."""
-        return key_of(workload_of(without_constants(func), class_name, self._policy))
 
 
 def configuration(

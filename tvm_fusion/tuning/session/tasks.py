@@ -17,7 +17,7 @@ from tvm import relax, tirx
 
 from ...config import HardwareProfile, Policy
 from ...ir.graph import FusionGraph
-from ...kernels.cpu.contraction.panels import mark_constants
+from ...kernels.cpu.contraction.panels import mark_constants, without_constants
 from ...plan.plan import FREE, FusionPlan, PlannedGroup
 from ...transform.apply.materialize import materialize
 from ...transform.apply.pack_constants import packable_arguments
@@ -88,6 +88,13 @@ def without_stamps(workload: tirx.PrimFunc) -> tirx.PrimFunc:
 def key_of(workload: tirx.PrimFunc) -> str:
     """The structural hash of a workload, as 16 hexadecimal digits."""
     return short_key(workload_key(workload))
+
+
+def key_of_group(func: tirx.PrimFunc, kernel_class: str, policy: Policy) -> str:
+    """`key_of` a fused PrimFunc, the same for a group by itself, whose operands are no constants of
+    the module.
+    """
+    return key_of(workload_of(without_constants(func), kernel_class, policy))
 
 
 def tasks_of(
