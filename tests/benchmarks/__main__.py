@@ -19,9 +19,11 @@ from .peers import names
 from .real_models import suite as real_models
 from .record import OURS, merge, write
 from .run import log, run_suite
+from .symbolic import suite as symbolic
 from .tensor_parallel import suite as tensor_parallel
 
 _DEVICES = {"cuda": "cuda", "llvm": "cpu"}  # torch's names of them
+_APART = {suite.NAME: suite for suite in (real_models, tensor_parallel, symbolic)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     if args.list:
-        print(table.listing(), real_models.listing(), tensor_parallel.listing(), sep="\n")
+        print(table.listing(), *(suite.listing() for suite in _APART.values()), sep="\n")
         return 0
     if args.predict:
         return _predict(args)
@@ -47,12 +49,14 @@ def _main(args: argparse.Namespace) -> int:
         return _real_models(args)
     if args.suite == tensor_parallel.NAME:
         return _tensor_parallel(args)
+    if args.suite == symbolic.NAME:
+        return _symbolic(args)
     with only_results_on_stdout():
         result = _run(args) if args.merge is None else merge(args.merge)
     if args.merge is not None and args.out is not None:
         write(result, Path(args.out))
-    texts = {suite.NAME: suite.text for suite in (real_models, tensor_parallel)}
-    shown = texts.get(result.get("suite"), table.table)
+    suite = _APART.get(result.get("suite"))
+    shown = suite.text if suite else table.table
     print(json.dumps(result, allow_nan=False) if args.json else shown(result))
     sys.stdout.flush()
     failed = any({OURS, "workload"} & row["failures"].keys() for row in result["rows"])
@@ -62,7 +66,7 @@ def _main(args: argparse.Namespace) -> int:
 def _predict(args: argparse.Namespace) -> int:
     """Plan without a device; see `predicted`."""
     _check(args)
-    if args.suite in (None, real_models.NAME, tensor_parallel.NAME):
+    if args.suite in (None, *_APART):
         raise InputError("--predict: give a suite of workloads by --suite")
     names = workloads.names_of(args.suite, args.only, args.seed)
     _log()
@@ -141,6 +145,29 @@ def _tensor_parallel(args: argparse.Namespace) -> int:
         )
     print(json.dumps(result, allow_nan=False) if args.json else tensor_parallel.text(result))
     return CHECK_FAILED if any({OURS, "case"} & r["failures"].keys() for r in result["rows"]) else 0
+
+
+def _symbolic(args: argparse.Namespace) -> int:
+    """Measure programs with symbolic sizes; see `symbolic`."""
+    device = _device(args)
+    names = symbolic.names_of(args.only, args.part)
+    with only_results_on_stdout():
+        result = symbolic.measure(
+            names,
+            device,
+            args.out,
+            log.info,
+            dtype=args.dtype,
+            tiny=args.scale < 1,
+            labels=symbolic.labels_of(args.peers),
+            repeats=args.repeats,
+            workers=args.workers,
+            patience_s=args.patience,
+            ready_s=args.ready,
+        )
+    print(json.dumps(result, allow_nan=False) if args.json else symbolic.text(result))
+    own = [row for row in result["rows"] if row["name"] in names]
+    return CHECK_FAILED if any(map(symbolic.has_failed, own)) else 0
 
 
 def _device(args: argparse.Namespace) -> str:
@@ -252,7 +279,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="write JSON, again after every row; for real_models rows of other models stay",
+        help="write JSON, again after every row; for suites of models rows of others stay",
     )
     parser.add_argument("--dtype", help="for all rows; default: each workload's own, else float16")
     parser.add_argument(
@@ -272,7 +299,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="give a peer up in a row for which it compiles longer; default: never",
     )
-    real = f"for {real_models.NAME}:"
+    real = f"for {real_models.NAME} and {symbolic.NAME}:"
     parser.add_argument(
         "--part", type=_part, default=(1, 1), help=f"{real} K/N, every Nth model from the Kth on"
     )
@@ -281,7 +308,8 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="S",
         help=f"{real} give up what is not compiled then, and time the rest; default: "
-        f"{real_models.READY_S:g}; --patience is max-autotune's, {real_models.PATIENCE_S:g}",
+        f"{real_models.READY_S:g} and {symbolic.READY_S:g}; --patience is max-autotune's, "
+        f"{real_models.PATIENCE_S:g}, and that of each compile by inductor",
     )
     ranks = f"for {tensor_parallel.NAME}:"
     parser.add_argument(

@@ -59,7 +59,8 @@ def filled(text: str, root: Path) -> str:
         elif path.suffix == ".txt":
             content = "```\n" + path.read_text().rstrip() + "\n```"
         else:
-            content = table(json.loads(path.read_text()))
+            result = json.loads(path.read_text())
+            content = (symbolic if result.get("suite") == "symbolic" else table)(result)
         return f"{found[1]}{content}\n{found[3]}"
 
     return _BLOCK.sub(block, text)
@@ -108,6 +109,50 @@ def table(result: dict[str, Any]) -> str:
         cells = [row["name"], str(row["launches"]), *times, _ratio(row["best_peer_ratio"])]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", _means(rows)])
+
+
+SHOWN_SYMBOLIC = ("softmax_columns", "swiglu", "bert_layer", "llama_layer", "t5_attention")
+
+
+def symbolic(result: dict[str, Any]) -> str:
+    """Return the result of `tests.benchmarks.symbolic` as a table of some programs, at all their
+    sizes each, and the means of all.
+    """
+    rows = {row["name"]: row for row in result["rows"]}
+    columns = {
+        "once": "tvm_fusion",
+        "for the size": "tvm_fusion.for_size",
+        "inductor, dynamic": "torch.compile.dynamic",
+        "eager": "torch",
+    }
+    packages = _versions(result, ["tvm_fusion", "torch"])
+    lines = [
+        f"{result['device']}, {result['date']}, microseconds a call ({packages}); "
+        f"`{_command(result)}`:",
+        "",
+        f"| | sizes | {' | '.join(columns)} | once / for the size | best peer / once |",
+        "|---" * (len(columns) + 4) + "|",
+    ]
+    for row in (rows[name] for name in SHOWN_SYMBOLIC if name in rows):
+        unknown = [None] * len(row["sizes"])
+        cells = [row["name"], " / ".join(map(str, row["sizes"]))]
+        cells += [" / ".join(map(_us, row["us"].get(label, unknown))) for label in columns.values()]
+        cells += [_ratio(row["once_ratio"]), _ratio(row["best_peer_ratio"])]
+        lines.append(f"| {' | '.join(cells)} |")
+    once, peers = (
+        [ratio for row in rows.values() for ratio in row[key] if ratio]
+        for key in ("once_ratios", "best_peer_ratios")
+    )
+    if once and peers:
+        lines += [
+            "",
+            f"All {len(rows)} programs, {len(once)} sizes: compiled once "
+            f"{statistics.geometric_mean(once):.2f}x of the time of a compile for the size in the "
+            f"geometric mean, {max(once):.2f}x at most; the best of inductor with dynamic shapes "
+            f"and eager execution takes {statistics.geometric_mean(peers):.2f}x as long, "
+            f"{min(peers):.2f}x at least.",
+        ]
+    return "\n".join(lines)
 
 
 def _threads(result: dict[str, Any]) -> str:

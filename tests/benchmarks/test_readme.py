@@ -82,6 +82,27 @@ def test_an_overview_has_a_line_for_each_result(tmp_path):
     assert f"| [{readme.WHAT['cpu']}](tutorials/pages/figures.md) | {line}" in made
 
 
+def test_symbolic_programs_show_all_their_sizes_and_the_means_of_all_programs(tmp_path):
+    row = {
+        "sizes": [1, 7],
+        "us": {"tvm_fusion": [2.0, 200.4], "tvm_fusion.for_size": [2.0, None], "torch": [8.0, 300]},
+        "once_ratio": 1.0,
+        "once_ratios": [1.0, None],
+        "best_peer_ratio": 2.45,
+        "best_peer_ratios": [4.0, 1.5],
+    }
+    rows = [{"name": "swiglu", **row}, {"name": "rows", **row}]
+    result = result_of(*rows) | {"suite": "symbolic"}
+    result["versions"] |= {"tvm_fusion": "1.0"}
+    (tmp_path / "a.json").write_text(json.dumps(result))
+    made = filled("<!-- from a.json -->\n<!-- end -->\n", tmp_path)
+    assert "(tvm_fusion 1.0, torch 2.14.1)" in made
+    cells = "| swiglu | 1 / 7 | 2.0 / 200 | 2.0 / - | - / - | 8.0 / 300 | 1.00x | 2.45x |"
+    assert [line for line in made.splitlines() if "/ 7" in line] == [cells]
+    assert "All 2 programs, 2 sizes: compiled once 1.00x" in made
+    assert "2.45x as long, 1.50x at least." in made
+
+
 @pytest.mark.parametrize(
     ("name", "result"),
     [("README.md", "gemm.json"), ("tutorials/pages/figures.md", "cpu.json -->")],

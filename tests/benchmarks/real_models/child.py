@@ -210,8 +210,10 @@ class DeviceLock:
         self._own.release()
 
 
-def _on_command_line(text: str) -> None:
-    """Rows go to stdout, and whatever libraries print does not."""
+def on_command_line(text: str, run: Callable[..., None] = main) -> None:
+    """`main`, or one like it, as a process: rows go to stdout, and whatever libraries print does
+    not.
+    """
     given = json.loads(text)
     faulthandler.register(signal.SIGUSR1)
     answers = os.fdopen(os.dup(1), "w")
@@ -222,7 +224,7 @@ def _on_command_line(text: str) -> None:
         answers.flush()
 
     with contextlib.suppress(KeyboardInterrupt):
-        main(
+        run(
             Work(**given | {"labels": tuple(given["labels"])}),
             say,
             lambda: bool(sys.stdin.readline()),
@@ -230,4 +232,4 @@ def _on_command_line(text: str) -> None:
 
 
 if __name__ == "__main__":
-    _on_command_line(sys.argv[1])
+    on_command_line(sys.argv[1])

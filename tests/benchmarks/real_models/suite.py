@@ -144,13 +144,21 @@ def measure(
 
 
 class Crew:
-    """The processes of a run, each a `child`, which takes a `work` as JSON."""
+    """The processes of a run, each a `child`, which takes a `work` as JSON. What it measures is in
+    its row by the name of `times`.
+    """
 
     def __init__(
-        self, work: Any, folder: str, workers: int, child: Sequence[str], timing_s: float
+        self,
+        work: Any,
+        folder: str,
+        workers: int,
+        child: Sequence[str],
+        timing_s: float,
+        times: str = "wall_us",
     ) -> None:
         self._work, self._folder, self._workers = work, Path(folder), workers
-        self._child, self._timing_s = child, timing_s
+        self._child, self._timing_s, self._times = child, timing_s, times
         self._processes: dict[str, subprocess.Popen] = {}
         self._said: queue.Queue[tuple[str, str | None]] = queue.Queue()
 
@@ -232,7 +240,7 @@ class Crew:
                 row = self._read(name, text) if text is not None else row
                 if row.pop("is_last", True) or text is None:
                     break
-        if not row["wall_us"]:
+        if not row[self._times]:
             late = f"not done after {self._timing_s:.0f} s"
             row["failures"]["timing"] = self._why(name) or late + self._place(name)
         self._end(name)
@@ -247,7 +255,7 @@ class Crew:
             "dtype": self._work.dtype,
             "shape": "",
             "ready_s": {},
-            "wall_us": {},
+            self._times: {},
             "errors": {},
             "notes": [],
             "failures": {"case": why},

@@ -37,19 +37,20 @@ def names_of(only: str | None) -> tuple[str, ...]:
     InputError
         There is no such case.
     """
-    return _known(only, CASES, tuple(CASES), "--only")
+    return known(only, CASES, tuple(CASES), "--only")
 
 
 def labels_of(peers: str | None) -> tuple[str, ...]:
     """Ours and the peers, by commas; raises InputError for others."""
-    return OURS, *(x for x in _known(peers, LABELS, PEERS, "--peers") if x != OURS)
+    return OURS, *(x for x in known(peers, LABELS, PEERS, "--peers") if x != OURS)
 
 
-def _known(text: str | None, known: Any, default: tuple[str, ...], option: str) -> tuple[str, ...]:
+def known(text: str | None, names: Any, default: tuple[str, ...], option: str) -> tuple[str, ...]:
+    """Names by commas, or the default; raises InputError for others than `names`."""
     chosen = default if text is None else tuple(filter(None, map(str.strip, text.split(","))))
     for name in chosen:
-        if name not in known:
-            raise InputError(f"{option}: {name!r} is none of {', '.join(known)}")
+        if name not in names:
+            raise InputError(f"{option}: {name!r} is none of {', '.join(names)}")
     return chosen
 
 

@@ -9,8 +9,9 @@ time to compile them is measured (`tests.benchmarks.compile_time`), on a GPU, `c
 on a CPU. `cpu`, `cpu_products` and `cpu_models` are in
 the sizes of a CPU. What is `FOR_TUNING`, operators for which schedules are evolved, is in no suite.
 `held_classes` is drawn by seeds, programs that nobody tuned for (`held`).
-`real_models`, of transformers and timm through `torch.compile`, and `tensor_parallel`, layers on
-several devices, stand apart (`tests.benchmarks.real_models`, `tests.benchmarks.tensor_parallel`).
+Apart stand `real_models`, of transformers and timm through `torch.compile`, `tensor_parallel`,
+layers on several devices, and `symbolic`, programs whose sizes a call tells, each in a folder of
+its name beside this one.
 """
 
 import difflib
