@@ -24,7 +24,7 @@ from tvm_fusion.runtime.build.lowering import ScheduleLeftovers, ViewReshapes, m
 
 from . import cuda_on_cpu, hopper_on_cpu
 from .cuda_on_cpu import EmulationError, Lowered
-from .stock_cuda_on_cpu import AnyMemory, with_host_workspaces
+from .stock_cuda_on_cpu import AnyMemory, takes_workspace, with_host_workspaces
 
 LLVM = tvm.target.Target("llvm")
 PACKED = "tests.on_cpu."  # functions that the virtual machine calls
@@ -109,11 +109,12 @@ class EmulatedModule:
     def _caller(self, function: Callable, name: str, outputs: int) -> Callable:
         """What calls a host function on poisoned outputs."""
         several = sum(k.startswith(f"{name}_kernel") for k in self.kernels) > 1
+        own = takes_workspace(self.host[name])
 
         def call(*arguments: object) -> None:
             tensors = [a for a in arguments if isinstance(a, tvm.runtime.Tensor)]
-            # where there are several launches, nothing tells where the tensors between them lie
-            self._memory = [AnyMemory()] if several else tensors
+            # nothing tells where tensors between launches lie, nor those of a launch's own
+            self._memory = [AnyMemory()] if several or own else tensors
             for tensor in tensors[len(tensors) - outputs :]:
                 poison(tensor)
             function(*arguments)

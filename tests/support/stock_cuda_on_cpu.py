@@ -92,6 +92,13 @@ def kernels_of(func: tirx.PrimFunc) -> list[Lowered]:
     return kernels
 
 
+def takes_workspace(func: tirx.PrimFunc) -> bool:
+    """Whether a function of the host allocates memory for its launches."""
+    found: list[tirx.AllocBuffer] = []
+    tvm_ffi.structural_walk(func.body, [(tirx.AllocBuffer, found.append)])
+    return any(node.buffer.scope() == "global" for node in found)
+
+
 def with_host_workspaces(host: tvm.IRModule) -> tvm.IRModule:
     """Tensors between launches lie in the host's memory."""
 

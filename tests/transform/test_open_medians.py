@@ -8,7 +8,7 @@ from tvm.relax import op
 from tvm_fusion.check.plain import plain_module
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.flow.planned import Planned
-from tvm_fusion.runtime.build.plain_schedule import calls_host
+from tvm_fusion.ir.blocks import calls_host
 from tvm_fusion.transform.lower.sorts import OpenMedians
 from tvm_fusion.transform.pipeline import lower
 

@@ -41,6 +41,7 @@ from ..runtime.calls.call_memory import MemoryPlan
 from ..runtime.calls.compiled_module import KEEPS, CompiledModule
 from ..runtime.calls.launch_count import count_launches
 from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, time_modules
+from ..transform.functions.loop_function import ends_by_data
 from ..tuning.session.lookup import OtherKernels, configuration
 from .observed import observe_built, observe_plan
 from .spilled import with_less_spilled
@@ -277,7 +278,9 @@ def hold_to_source(
     """
     checked = compiled.verification
     here = tvm.runtime.device_from_target(planned.target).exist
-    if here and checked is None:  # no values can be drawn
+    if ends_by_data(planned.mod):
+        original = replace(original, with_special=False)
+    elif here and checked is None:  # no values can be drawn
         return
     try:
         sure = checked is None or not checked.kernels
@@ -310,6 +313,9 @@ def has_device(planned: Planned) -> bool:
 def has_inputs(planned: Planned) -> bool:
     """Whether values can be drawn for all inputs; says so where they cannot."""
     main = planned.mod["main"]
+    if ends_by_data(planned.mod):
+        logger.info("a loop of it may have no end with drawn values: none are drawn")
+        return False
     unknown = objects(main)
     if not unknown and has_values(main):
         return True

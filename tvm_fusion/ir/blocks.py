@@ -329,3 +329,21 @@ def has_threads(nest: tirx.Stmt) -> bool:
         return tvm_ffi.VisitInterrupt() if node.attr_key == "thread_extent" else None
 
     return tvm_ffi.structural_walk(nest, [(tirx.For, loop), (tirx.AttrStmt, attr)]) is not None
+
+
+# Calls that leave a kernel for the host.
+_HOST_CALLS = ("tvm_call_packed", "tvm_call_cpacked", "tvm_stack_make")
+
+
+def called(call: Call) -> str:
+    """The name of the operator of TIR that is called; empty where it has none."""
+    return getattr(call.op, "name", "").removeprefix("tirx.")
+
+
+def calls_host(nest: tirx.Stmt) -> bool:
+    """Whether a statement calls a function of the host."""
+
+    def visit(call: Call) -> tvm_ffi.VisitInterrupt | None:
+        return tvm_ffi.VisitInterrupt() if called(call).startswith(_HOST_CALLS) else None
+
+    return tvm_ffi.structural_walk(nest, [(Call, visit)]) is not None

@@ -1,5 +1,6 @@
 """The calls of one graph: cut into parts at the first one, when the weights are there."""
 
+import copy
 import itertools
 import logging
 import operator
@@ -8,10 +9,11 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._guards import CompileContext
 
 from tvm_fusion.errors import ConfigError, FrontendError, TargetError
@@ -25,7 +27,7 @@ from tvm_fusion.torch_backend.kept_graphs import KeptGraph, Place
 from tvm_fusion.torch_backend.options import BackendOptions
 from tvm_fusion.torch_backend.part_calls import PartCalls, picker
 from tvm_fusion.torch_backend.part_reports import PartReport, tell, tell_of_times, trace
-from tvm_fusion.torch_backend.partition import NAME, Partition, partitioned
+from tvm_fusion.torch_backend.partition import NAME, Partition, is_graph, partitioned
 from tvm_fusion.torch_backend.step_graphs import StepGraph, why_not
 
 _log = logging.getLogger(__name__)
@@ -101,6 +103,7 @@ class GraphCalls:
         trace(f"graph{self._number}_parts", lambda: _text(cut), self._compile_id)
         self._tell_of_outside(cut)
         self._running = parts
+        self._compile_called(cut)
         self._collectives = collectives(cut.graph.graph, lambda node: node.op == "call_module")
         if len(parts) == 1 and (run := _alone(cut, parts[0])):
             return run
@@ -125,6 +128,15 @@ class GraphCalls:
         if is_recorded:
             return StepGraph(cut, parts, self._static, device, graphs.static_outputs)
         return lambda given: cut.graph.forward(*given)
+
+    def _compile_called(self, cut: Partition) -> None:
+        """Have graphs compiled that operators call between parts. What they give is read by the
+        next call of them, and no CUDA graph is made of that.
+        """
+        options = replace(self._options, cuda_graph=False, graph_where_possible=False)
+        for node in filter(is_graph, cut.graph.graph.nodes):
+            graph = operator.attrgetter(node.target)(cut.graph)
+            setattr(cut.graph, node.target, _Called(graph, options))
 
     def _timed_once(
         self, cut: Partition, run: Callable[[list[Any]], Any]
@@ -213,6 +225,24 @@ class GraphCalls:
                 "with other operators, or leave the option strict out"
             )
         warnings.warn(f"tvm_fusion: {text}: {'; '.join(lines)}", stacklevel=2)
+
+
+class _Called(nn.Module):
+    """A graph that an operator calls, compiled."""
+
+    def __init__(self, graph: fx.GraphModule, options: BackendOptions) -> None:
+        super().__init__()
+        whole = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+        output = whole.graph.output_node()
+        (results,) = output.args
+        self._is_bare = isinstance(results, fx.Node)
+        output.args = ((results,) if self._is_bare else tuple(results),)
+        whole.recompile()
+        self._calls = GraphCalls(whole, frozenset(), options)
+
+    def forward(self, *inputs: Any) -> Any:
+        results = tuple(self._calls(list(inputs)))
+        return results[0] if self._is_bare else results
 
 
 class _Timed(fx.Interpreter):

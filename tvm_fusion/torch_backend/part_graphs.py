@@ -5,6 +5,7 @@ ready(x: f32[n, 4, 4, 8], extent_of_k: i8[k, 0]) -> (conv(x) with the channels l
 ready(x: f32[3, 4, 4, 8])                        -> the same, for n and k as they are now
 """
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -201,6 +202,7 @@ class _Copy:
                 self._call(node, is_static)
             elif node.op == "get_attr":
                 self._copies[node] = self._graph.node_copy(node)
+                self._values[node] = operator.attrgetter(node.target)(self._part)
         (results,) = self._part.graph.output_node().args
         outputs, given = [], []
         for node in results:

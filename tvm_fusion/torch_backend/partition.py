@@ -47,6 +47,10 @@ from tvm_fusion.torch_backend.layouts import memory_order
 
 _aten = torch.ops.aten
 
+_scan = torch.ops.higher_order.scan
+ONE_BY_ONE = (torch.ops.higher_order.cond, torch.ops.higher_order.while_loop)
+"""Operators that call graphs as values decide: torch does that, and each graph is compiled."""
+
 PREFIX = "part"
 NAME = "tvm_fusion_name"  # of a node in the whole graph, in `meta`
 _AFTER = "tvm_fusion_after"
@@ -146,9 +150,11 @@ class _Support(OperatorSupportBase):
         self._known: dict[fx.Node, bool] = {}
 
     def is_node_supported(self, submodules: Mapping[str, Any], node: fx.Node) -> bool:
+        if is_graph(node):  # goes where it is called
+            return all(map(self, node.users))
         if node.op != "call_function" or is_size(node) or node in self.apart:
             return False
-        if node.target in JOINTS or _is_of_numbers(node):
+        if node.target in JOINTS or node.target in ONE_BY_ONE or _is_of_numbers(node):
             return False
         if node.target is operator.getitem:
             return self.is_node_supported(submodules, node.args[0])
@@ -165,8 +171,12 @@ class _Support(OperatorSupportBase):
             return None
         if node.target is operator.getitem or node.target in JOINTS or _is_of_numbers(node):
             return None
+        if node.target in ONE_BY_ONE:
+            return None
         if node.name in self.refused:
             return self.refused[node.name]
+        if node.target is _scan:
+            return self._why_no_loop(node)
         if not isinstance(node.target, torch._ops.OpOverload):
             return NO_CONVERTER
         if node.target._schema.is_mutable:
@@ -177,6 +187,19 @@ class _Support(OperatorSupportBase):
         except FrontendError as error:
             return first_line(error)
         return None if node.target.__name__ in _converted() else NO_CONVERTER
+
+    def _why_no_loop(self, node: fx.Node) -> str | None:
+        """Why a scan cannot be compiled."""
+        try:
+            _refuse_values(node)
+        except FrontendError as error:
+            return first_line(error)
+        for given in filter(is_graph, node.all_input_nodes):
+            for inner in operator.attrgetter(given.target)(given.graph.owning_module).graph.nodes:
+                why = NO_CONVERTER if inner.target in ONE_BY_ONE else self.why(inner)
+                if why is not None:
+                    return f"a step of it has {inner.target}: {why}"
+        return None
 
 
 @cache
@@ -206,6 +229,11 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def is_graph(node: fx.Node) -> bool:
+    """Whether a node is a graph that an operator calls."""
+    return node.op == "get_attr" and isinstance(node.meta.get("val"), fx.GraphModule)
+
+
 def is_operator(node: fx.Node) -> bool:
     """Whether a node is counted: no view, no size and no part of a result."""
     is_call = node.op == "call_function" and node.target is not operator.getitem
@@ -226,7 +254,7 @@ def _is_of_numbers(node: fx.Node) -> bool:
 
 def _computes(node: fx.Node) -> bool:
     """Whether a node that can be compiled does more than move values."""
-    return is_operator(node) and node.target.overloadpacket not in _MOVES
+    return is_operator(node) and getattr(node.target, "overloadpacket", None) not in _MOVES
 
 
 # ---- Inputs that are written to: at the very end, whatever the order of the rest.

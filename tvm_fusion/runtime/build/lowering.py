@@ -36,11 +36,13 @@ from ...errors import (
     PlanError,
     TargetError,
 )
+from ...ir.blocks import calls_host
 from ...ir.graph import COOPERATIVE_ATTR, COPY_ATTR
 from ...ir.quick_stacks import quick_stacks
 from ...kernels.program.expr import dtype_of, variables
 from ...transform.apply.kernel_bodies import APART_ATTR, TIRX_ATTR, has_root, without_root
 from ...transform.functions.functions import rewritten, target_kind, with_functions
+from ...transform.functions.loop_function import STEPS_ATTR
 from ...transform.lower import decode_float8, wrap_integers
 from ...transform.lower.ordered_writes import meeting_loops
 from ...transform.memory.arenas import KeepArenas, PlanArenas
@@ -51,7 +53,7 @@ from .guards import with_guards
 from .hidden_divisions import with_hidden_divisions
 from .join_writes import JoinWrites
 from .kept_nan import STORED, with_kept_nan
-from .plain_schedule import PLAIN_ATTR, calls_host, plain_schedule
+from .plain_schedule import ONE_BLOCK, PLAIN_ATTR, plain_schedule
 from .version_names import with_version_names
 
 TIR_PIPELINE = "tvm_fusion"
@@ -168,7 +170,7 @@ class ScheduleLeftovers:
 
     def _schedule(self, name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
         rules = _default_rules() if self.rules is None else self.rules
-        ordered = calls_host(func.body) or meeting_loops(func)
+        ordered = calls_host(func.body) or meeting_loops(func) or STEPS_ATTR in func.attrs
         for rule in () if ordered else rules:
             try:
                 with self.target, quick_stacks(entry):  # a rule may import all tensor intrinsics
@@ -236,9 +238,14 @@ def mixed_tir_pipeline() -> TIRPipeline:
         written = {gv: f for gv, f in bare.items() if is_tirx(f)}
         scheduled = {gv: f for gv, f in bare.items() if gv not in written}
         apart = {gv: scheduled.pop(gv) for gv, f in list(scheduled.items()) if _is_apart(f)}
+        steps = {gv: scheduled.pop(gv) for gv, f in list(scheduled.items()) if _is_in_a_block(f)}
         lowered = {}
         on_gpu = {gv: written.pop(gv) for gv, f in list(written.items()) if _is_on_gpu(f)}
-        parts = ((scheduled, lower_s_tir), (apart, _without_reuse(lower_s_tir)))
+        parts = (
+            (scheduled, lower_s_tir),
+            (apart, _without_reuse(lower_s_tir)),
+            (steps, _without_waits(lower_s_tir)),
+        )
         ours = ((on_gpu, _with_float8(lower_tirx)), (written, lower_tirx))
         for functions, passes in (*parts, *ours):
             if functions:
@@ -299,11 +306,16 @@ def _has_ours(mod: tvm.IRModule) -> bool:
 
 
 def _is_ours(func: tirx.PrimFunc) -> bool:
-    return is_tirx(func) or _is_apart(func) or has_root(func)
+    return is_tirx(func) or _is_apart(func) or _is_in_a_block(func) or has_root(func)
 
 
 def _is_apart(func: tirx.PrimFunc) -> bool:
     return bool(func.attrs.get(APART_ATTR, False))
+
+
+def _is_in_a_block(func: tirx.PrimFunc) -> bool:
+    """Whether threads of a function wait for each other where they have to."""
+    return func.attrs.get(PLAIN_ATTR) == ONE_BLOCK
 
 
 def _is_on_gpu(func: tirx.PrimFunc) -> bool:
@@ -321,6 +333,14 @@ def _with_float8(passes: tvm.transform.Pass) -> Callable[[tvm.IRModule], tvm.IRM
 def _without_reuse(passes: tvm.transform.Pass) -> Callable[[tvm.IRModule], tvm.IRModule]:
     """Passes without `StorageRewrite`."""
     return _changed(passes, (), {"tirx.disable_storage_rewrite": True})
+
+
+def _without_waits(passes: tvm.transform.Pass) -> Callable[[tvm.IRModule], tvm.IRModule]:
+    """Passes that add no waits of threads, which TVM's refuse to put into conditions, and that put
+    no two tensors in one place.
+    """
+    without = ("s_tir.ThreadSync", "s_tir.MergeSharedMemoryAllocations")
+    return _changed(passes, without, {"tirx.disable_storage_rewrite": True})
 
 
 def _changed(

@@ -13,33 +13,46 @@ memory (`row // s * c + row % s + i * s` with i below c / s). What is left of th
 thread in its order; where no loop is proven, the whole nest runs in one thread. A nest that has
 threads of its own stays as it is.
 
+A loop over steps of several nests each (`loop_function.STEPS_ATTR`) is one kernel of one block: its
+threads share each nest, and wait for one another where a nest reads what another wrote.
+
+    for s in range(n):                       for s in range(n):
+        for i in range(700):                     for turn in range(2):
+            a[i] = h[i] + x[s, i]                    if turn * 352 + t < 700: a[...] = ...
+        for i in range(700):                     wait for the block
+            h[i] = a[699 - i]                    ...
+
 Does not handle: calls of functions of the host (a library's sort), which no kernel can make.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import tvm
 import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.ir import Call, Expr, PrimType, Range, TensorLoad, Var
 from tvm.sym import Analyzer
 
-from ...ir.blocks import has_threads, substitute
+from ...ir.blocks import called, calls_host, has_threads, substitute
+from ...transform.functions.loop_function import STEPS_ATTR
 from ...transform.lower.ordered_writes import serial, variables_of
 
 THREADS = 128
+MOST_THREADS, WARP = 1024, 32
+MOST_SHARED = 40 << 10  # bytes that a block takes for what nests tell one another
 
 PLAIN_ATTR = "tvm_fusion.plain"
 """Of functions scheduled here: how, for the report."""
 
 OWN_THREADS = "on threads of its own"
+ONE_BLOCK = "step by step in one block"
 PER_ELEMENT = "one thread an element"
 ONE_THREAD = "in one thread, since no loop is proven to be free of order"
-
-# Calls that leave a kernel for the host.
-_HOST_CALLS = ("tvm_call_packed", "tvm_call_cpacked", "tvm_stack_make")
 
 # Calls after which an element may be reached by other ways than its indices.
 _ADDRESSES = ("address_of", "tvm_access_ptr", "call_extern", "call_pure_extern")
@@ -49,6 +62,8 @@ def plain_schedule(func: tirx.PrimFunc) -> tirx.PrimFunc | None:
     """The function with every nest on the threads of a GPU, marked with `PLAIN_ATTR`; None if that
     cannot be.
     """
+    if STEPS_ATTR in (func.attrs or {}):
+        return None if calls_host(func.body) else _in_a_block(func)
     root = func.body.block if isinstance(func.body, s_tir.SBlockRealize) else None
     body = func.body if root is None else root.body
     nests = list(body) if isinstance(body, tirx.SeqStmt) else [body]
@@ -82,13 +97,31 @@ def _scheduled(nest: tirx.Stmt) -> tuple[tirx.Stmt, str]:
         return nest, OWN_THREADS
     loops, body = _loops(nest)
     spread = _independent(loops, body)
-    kept = [loop for loop in loops if not any(loop.same_as(own) for own in spread)]
-    total: Expr = tirx.IntImm("int64", 1)
-    for loop in spread:
-        total = total * loop.extent.astype("int64")
+    total = _points(spread)
     threads = THREADS if spread else 1
     block, thread = (Var(name, PrimType("int64")) for name in ("block", "thread"))
     flat = block * threads + thread
+    body = _iteration(loops, spread, body, flat)
+    if spread:
+        body = tirx.IfThenElse(flat < total, body, None)
+    body = _bound(thread, threads, "threadIdx.x", body)
+    body = _bound(block, (total + (threads - 1)) // threads, "blockIdx.x", body)
+    return body, PER_ELEMENT if spread else ONE_THREAD
+
+
+def _points(loops: Sequence[tirx.For]) -> Expr:
+    """How many iterations loops have together."""
+    total: Expr = tirx.IntImm("int64", 1)
+    for loop in loops:
+        total = total * loop.extent.astype("int64")
+    return total
+
+
+def _iteration(
+    loops: Sequence[tirx.For], spread: Sequence[tirx.For], body: tirx.Stmt, flat: Expr
+) -> tirx.Stmt:
+    """One iteration of the loops that are spread, of all by number, with the others around it."""
+    kept = [loop for loop in loops if not any(loop.same_as(own) for own in spread)]
     rest, values = flat, {}
     for loop in reversed(spread):
         extent = loop.extent.astype("int64")
@@ -96,12 +129,7 @@ def _scheduled(nest: tirx.Stmt) -> tuple[tirx.Stmt, str]:
         rest = rest // extent
     for loop in reversed(kept):
         body = tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, body)
-    body = tvm_ffi.structural_map(_in_order(body), [(Var, lambda var: values.get(var, var))])
-    if spread:
-        body = tirx.IfThenElse(flat < total, body, None)
-    body = _bound(thread, threads, "threadIdx.x", body)
-    body = _bound(block, (total + (threads - 1)) // threads, "blockIdx.x", body)
-    return body, PER_ELEMENT if spread else ONE_THREAD
+    return tvm_ffi.structural_map(_in_order(body), [(Var, lambda var: values.get(var, var))])
 
 
 def _bound(var: Var, extent: Expr | int, tag: str, body: tirx.Stmt) -> tirx.For:
@@ -128,6 +156,162 @@ def _in_order(body: tirx.Stmt) -> tirx.Stmt:
         return loop if loop.kind == tirx.ForKind.SERIAL else serial(loop)
 
     return tvm_ffi.structural_map(body, [(tirx.For, ordered)])
+
+
+# ---- steps in one block
+
+
+def _in_a_block(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """A loop over steps as a kernel of one block."""
+    statements = list(func.body) if isinstance(func.body, tirx.SeqStmt) else [func.body]
+    own = [s for s in statements if isinstance(s, tirx.AllocBuffer)]
+    nests = [s for s in statements if not isinstance(s, tirx.AllocBuffer)]
+    sizes = [_bytes(s.buffer) for s in own]
+    if None not in sizes and sum(sizes) <= MOST_SHARED:
+        shared = {s.buffer: _in_shared_memory(s.buffer) for s in own}
+        renamed = [(Var, lambda var: shared.get(var, var))]
+        nests = [tvm_ffi.structural_map(nest, renamed) for nest in nests]
+        outside, inside = [], [tirx.AllocBuffer(buffer) for buffer in shared.values()]
+    else:
+        outside, inside = own, []
+    steps = _Steps(_threads(nests))
+    body = tirx.SeqStmt([*inside, *steps.spread(nests)])
+    kernel = _bound(steps.thread, steps.threads, "threadIdx.x", body)
+    kernel = _bound(Var("block", PrimType("int64")), 1, "blockIdx.x", kernel)
+    func = func.with_body(tirx.SeqStmt([*outside, kernel]) if outside else kernel)
+    return func.with_attr(PLAIN_ATTR, ONE_BLOCK)
+
+
+def _bytes(buffer: Var) -> int | None:
+    """The size of a buffer, in words; None where it is symbolic."""
+    shape = buffer.ty.shape
+    if not all(isinstance(extent, tirx.IntImm) for extent in shape):
+        return None
+    bits = max(8, tvm.DataType(str(buffer.ty.dtype)).bits)
+    return -(-math.prod(map(int, shape)) * bits // 8 // 16) * 16
+
+
+def _in_shared_memory(buffer: Var) -> Var:
+    shape, dtype = list(buffer.ty.shape), str(buffer.ty.dtype)
+    return tirx.decl_buffer(shape, dtype, buffer.name, scope="shared", layout=None)
+
+
+def _threads(nests: Sequence[tirx.Stmt]) -> int:
+    """As many as the largest nest can use."""
+    most = 1
+
+    def visit(loop: tirx.For) -> None:
+        nonlocal most
+        loops, body = _loops(loop)
+        total = Analyzer().simplify(_points(_independent(loops, body)))
+        most = max(most, int(total) if isinstance(total, tirx.IntImm) else MOST_THREADS)
+
+    tvm_ffi.structural_walk(tirx.SeqStmt(list(nests)), [(tirx.For, visit)])
+    return min(-(-most // WARP) * WARP, MOST_THREADS)
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Spreads nests over the threads of a block.
+
+    Attributes
+    ----------
+    threads : how many there are
+    read, written : buffers that some thread may read or write since all waited
+    """
+
+    threads: int
+    thread: Var = field(default_factory=lambda: Var("thread", PrimType("int64")))
+    read: set[Var] = field(default_factory=set)
+    written: set[Var] = field(default_factory=set)
+
+    def spread(self, nests: Sequence[tirx.Stmt]) -> list[tirx.Stmt]:
+        """Statements that all threads run."""
+        made = []
+        for nest in nests:
+            made += self._nest(nest)
+        return made
+
+    def _nest(self, nest: tirx.Stmt) -> list[tirx.Stmt]:
+        if isinstance(nest, tirx.SeqStmt):
+            return self.spread(list(nest))
+        loops, body = _loops(nest)
+        shared = _independent(loops, body) if loops else []
+        if shared or not _is_shared_within(nest):
+            return self._leaf(nest, loops, shared, body)
+        before = self._wait()
+        if isinstance(nest, tirx.While | tirx.IfThenElse):
+            # whoever is asked once more than others reads before these write
+            asked = _buffers(nest.condition, TensorLoad)
+            if isinstance(nest, tirx.While):
+                made = tirx.While(nest.condition, self._whole(nest.body, asked))
+            else:
+                cases = (nest.then_case, nest.else_case)
+                cases = [case and self._whole(case, asked) for case in cases]
+                made = tirx.IfThenElse(nest.condition, *cases)
+            self.read |= asked
+            return [*before, made]
+        body = self._whole(nest.body)
+        loop = tirx.For(nest.loop_var, nest.min, nest.extent, tirx.ForKind.SERIAL, body)
+        return [*before, loop]
+
+    def _whole(self, body: tirx.Stmt, asked: Collection[Var] = ()) -> tirx.Stmt:
+        """What runs as a whole, once buffers were asked: at its end all have waited."""
+        self.read |= set(asked)
+        return tirx.SeqStmt([*self._nest(body), *self._wait()])
+
+    def _leaf(
+        self,
+        nest: tirx.Stmt,
+        loops: Sequence[tirx.For],
+        shared: Sequence[tirx.For],
+        body: tirx.Stmt,
+    ) -> list[tirx.Stmt]:
+        """A nest whose iterations are shared; in one thread where none are."""
+        read, written = _buffers(nest, TensorLoad), _buffers(nest, tirx.BufferStore)
+        meets = (read & self.written) | (written & (self.written | self.read))
+        before = self._wait() if meets else []
+        self.read |= read
+        self.written |= written
+        if not shared:
+            first = tirx.EQ(self.thread, tirx.IntImm("int64", 0))
+            return [*before, tirx.IfThenElse(first, _in_order(nest), None)]
+        total = Analyzer().simplify(_points(shared))
+        turns = Analyzer().simplify((total + (self.threads - 1)) // self.threads)
+        turn = Var("turn", PrimType("int64"))
+        flat = turn * self.threads + self.thread
+        made = tirx.IfThenElse(flat < total, _iteration(loops, shared, body, flat), None)
+        zero = tirx.IntImm("int64", 0)
+        return [*before, tirx.For(turn, zero, turns, tirx.ForKind.SERIAL, made)]
+
+    def _wait(self) -> list[tirx.Stmt]:
+        if not self.read and not self.written:
+            return []
+        self.read.clear()
+        self.written.clear()
+        sync = tirx.call_intrin("int32", "tirx.tvm_storage_sync", tvm.ir.StringImm("shared"))
+        return [tirx.Evaluate(sync)]
+
+
+def _is_shared_within(nest: tirx.Stmt) -> bool:
+    """Whether a statement has a nest in it whose iterations can be shared."""
+
+    def visit(loop: tirx.For) -> tvm_ffi.VisitInterrupt | None:
+        loops, body = _loops(loop)
+        return tvm_ffi.VisitInterrupt() if _independent(loops, body) else None
+
+    return tvm_ffi.structural_walk(nest, [(tirx.For, visit)]) is not None
+
+
+def _buffers(node: tirx.Stmt | Expr, kind: type) -> set[Var]:
+    """The buffers that something loads from, or stores to."""
+    found: set[Var] = set()
+
+    def visit(access: Any) -> None:
+        found.add(access.source if kind is TensorLoad else access.buffer)
+
+    tvm_ffi.structural_walk(node, [(kind, visit)])
+    return found
 
 
 # ---- what is independent
@@ -283,7 +467,7 @@ def _accesses(body: tirx.Stmt) -> _Accesses:
     def call(node: Call) -> None:
         # Functions of numbers are given no tensor, and take no address of an element.
         numbers = [node.ty, *(a.ty for a in node.args if isinstance(a, Expr))]
-        found.known &= _name(node) not in _ADDRESSES
+        found.known &= called(node) not in _ADDRESSES
         found.known &= all(isinstance(ty, PrimType) for ty in numbers)
 
     callbacks = [
@@ -297,16 +481,3 @@ def _accesses(body: tirx.Stmt) -> _Accesses:
     ]
     tvm_ffi.structural_walk(body, callbacks, order="pre")
     return found
-
-
-def _name(call: Call) -> str:
-    return getattr(call.op, "name", "").removeprefix("tirx.")
-
-
-def calls_host(nest: tirx.Stmt) -> bool:
-    """Whether a statement calls a function of the host."""
-
-    def visit(call: Call) -> tvm_ffi.VisitInterrupt | None:
-        return tvm_ffi.VisitInterrupt() if _name(call).startswith(_HOST_CALLS) else None
-
-    return tvm_ffi.structural_walk(nest, [(Call, visit)]) is not None
