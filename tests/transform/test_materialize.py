@@ -11,6 +11,13 @@ from tests.support.graphs import module, plan_of
 from tests.support.helpers_tir import quick_executable
 from tvm_fusion.check.inputs import random_inputs
 from tvm_fusion.check.reference import flatten, to_argument
+from tvm_fusion.ir.extents import (
+    LOWER_BOUNDS_ATTR,
+    MULTIPLES_ATTR,
+    UPPER_BOUNDS_ATTR,
+    Bounds,
+    known_sizes,
+)
 from tvm_fusion.plan.plan import FusionPlan, PlannedGroup
 from tvm_fusion.transform.apply.materialize import group_views, materialize
 from tvm_fusion.transform.apply.region_module import group_modules
@@ -33,13 +40,13 @@ def hand_plan(planned, *groups):
     return FusionPlan("main", planned.graph.fingerprint(), "llvm_cpu", "default", made)
 
 
-def check(mod, *groups):
+def check(mod, *groups, sizes=None):
     """Materializes a hand-made plan, compares the numbers, and gives the fused module."""
     planned = plan_of(mod, "llvm")
     plan = hand_plan(planned, *groups)
     fused = materialize(planned.low, planned.graph, plan).mod
     relax.analysis.well_formed(fused)
-    inputs = random_inputs(planned.low["main"])
+    inputs = random_inputs(planned.low["main"], sizes=sizes)
     for got, want in zip(run(fused, inputs), run(planned.low, inputs), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     return fused
@@ -170,3 +177,39 @@ def test_one_group_can_be_taken_out():
         np.testing.assert_array_equal(a, b)
     assert len(prim_funcs(taken.fused)) == 1
     assert [len(v.outputs) for v in group_views(planned.graph, plan)] == [2, 1]
+
+
+def bounded(bb, x, y):
+    return bb.emit(op.exp(x)), bb.emit(op.tanh(bb.emit(op.concat([y, y]))))
+
+
+def test_prim_funcs_know_which_sizes_they_are_called_with():
+    n, m = tirx.Var("n", "int64"), tirx.Var("m", "int64")
+    mod = module(bounded, ((n, 8), "float32"), ((m, 8), "float32"))
+    main = mod["main"].with_attr(
+        {LOWER_BOUNDS_ATTR: {"n": 8}, UPPER_BOUNDS_ATTR: {"n": 128}, MULTIPLES_ATTR: {"n": 8}}
+    )
+    sizes = {"n": 16, "m": 3}
+    fused = check(tvm.IRModule({"main": main}), ((0,), ()), ((1, 2), ()), sizes=sizes)
+    found = {
+        name.name_hint: known_sizes(fused[name])
+        for name in fused.get_global_vars()
+        if isinstance(fused[name], tirx.PrimFunc)
+    }
+    ((bounds,),) = (sizes.values() for sizes in found.values() if sizes)
+    assert bounds == Bounds(8, 128, 8)
+    assert len(found) == 2
+
+
+def test_calls_of_one_prim_func_have_the_bounds_of_all():
+    n, m = tirx.Var("n", "int64"), tirx.Var("m", "int64")
+
+    def twice(bb, x, y):
+        return bb.emit(op.exp(x)), bb.emit(op.exp(y))
+
+    mod = module(twice, ((n, 8), "float32"), ((m, 8), "float32"))
+    main = mod["main"].with_attr(UPPER_BOUNDS_ATTR, {"n": 128, "m": 100})
+    sizes = {"n": 16, "m": 3}
+    fused = check(tvm.IRModule({"main": main}), ((0,), ()), ((1,), ()), sizes=sizes)
+    (func,) = prim_funcs(fused)
+    assert [*known_sizes(func).values()] == [Bounds(0, 128)]

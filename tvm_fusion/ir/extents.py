@@ -9,15 +9,19 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
-from tvm import relax, sym
-from tvm.ir import Expr
+from tvm import relax, sym, tirx
+from tvm.ir import Expr, Var
 
 from .access import Extent
 
 LOWER_BOUNDS_ATTR = "tir_var_lower_bound"  # of a Relax function: a mapping of symbols by name
 UPPER_BOUNDS_ATTR = "tir_var_upper_bound"
 MULTIPLES_ATTR = "tvm_fusion.multiples"  # of what each value is a multiple
+SIZES_ATTR = "tvm_fusion.sizes"
+"""On the PrimFunc of a group: least, most and multiple of each symbolic size of its parameters, in
+the order of `symbols_of`; a most of -1 is none."""
 UNBOUNDED_BELOW = 2  # what torch.export may note as the least of a size without a lower bound
 ASSUMED_SYMBOLIC_EXTENT = 128  # a size for n when only the cost is asked; legality never uses it
 
@@ -47,6 +51,25 @@ class Bounds:
             return f"at least {self.least}"
         return f"a multiple of {self.multiple}" if value % self.multiple else None
 
+    def nearest(self, value: int) -> int:
+        """One of them that is close to a value, and not 0 if there are others."""
+        value = value if self.most is None else min(value, self.most)
+        value = max(value // self.multiple, 1) * self.multiple
+        return max(value, -(-self.least // self.multiple) * self.multiple)
+
+    def or_of(self, other: Bounds) -> Bounds:
+        """What a value has that is one of these or of others."""
+        most = None if self.most is None or other.most is None else max(self.most, other.most)
+        least, multiple = min(self.least, other.least), math.gcd(self.multiple, other.multiple)
+        return Bounds(least, most, multiple)
+
+
+def bounds_attrs(func: relax.Function) -> dict[str, Any]:
+    """The attributes of a function that have the bounds of its symbols, by their names."""
+    attrs = func.attrs or {}
+    keys = LOWER_BOUNDS_ATTR, UPPER_BOUNDS_ATTR, MULTIPLES_ATTR
+    return {key: attrs[key] for key in keys if key in attrs}
+
 
 def bounds_of(func: relax.Function) -> dict[str, Bounds]:
     """The bounds of a function's symbols that have any, by their names."""
@@ -67,14 +90,61 @@ def bounds_of(func: relax.Function) -> dict[str, Bounds]:
 
 def analyzer_of(bounds: Mapping[str, Bounds], extents: Iterable[Expr]) -> sym.Analyzer:
     """An analyzer that knows the bounds of the symbols of extents; none of these is below 0."""
+    return _analyzer({s: bounds.get(s.name, Bounds()) for s in symbols_of(extents)})
+
+
+def _analyzer(bounds: Mapping[Var, Bounds]) -> sym.Analyzer:
     found = sym.Analyzer()
-    for symbol in relax.analysis.tir_vars_in_type(relax.ShapeType(list(extents))):
-        known = bounds.get(symbol.name, Bounds())
+    for symbol, known in bounds.items():
         most = sym.ConstIntBound.POS_INF if known.most is None else known.most
         found.update(symbol, sym.ConstIntBound(known.least, most))
         if known.multiple > 1:
             found.update(symbol, sym.ModularSet(known.multiple, 0))
     return found
+
+
+def symbols_of(extents: Iterable[Expr]) -> list[Var]:
+    """The symbols of extents, in the order of their first use."""
+    return list(relax.analysis.tir_vars_in_type(relax.ShapeType(list(extents))))
+
+
+def bounds_within(extent: Extent | Expr, known: Mapping[Var, Bounds]) -> Bounds:
+    """Which values an extent may have, by the bounds of its symbols."""
+    if isinstance(extent, int):
+        return Bounds(extent, extent)
+    analyzer = _analyzer({s: known.get(s, Bounds()) for s in symbols_of([extent])})
+    bound, modular = analyzer.const_int_bound(extent), analyzer.modular_set(extent)
+    least, most = int(bound.min_value), int(bound.max_value)
+    multiple = math.gcd(int(modular.coeff), int(modular.base))
+    bounded = most < int(sym.ConstIntBound.POS_INF)
+    return Bounds(max(least, 0), most if bounded else None, max(multiple, 1))
+
+
+def known_sizes(func: tirx.PrimFunc) -> dict[Var, Bounds]:
+    """The bounds of the symbolic sizes of a PrimFunc's parameters (`SIZES_ATTR`), of those that
+    have any.
+    """
+    noted = (func.attrs or {}).get(SIZES_ATTR, ())
+    found = {}
+    for symbol, one in zip(sizes_of(func), noted, strict=bool(noted)):
+        least, most, multiple = map(int, one)
+        found[symbol] = Bounds(least, None if most < 0 else most, multiple)
+    return {symbol: bounds for symbol, bounds in found.items() if bounds != Bounds()}
+
+
+def with_known_sizes(func: tirx.PrimFunc, bounds: Mapping[Var, Bounds]) -> tirx.PrimFunc:
+    """A PrimFunc that notes the bounds of its symbolic sizes, if they have any."""
+    found = [bounds.get(symbol, Bounds()) for symbol in sizes_of(func)]
+    if all(one == Bounds() for one in found):
+        return func
+    noted = [[b.least, -1 if b.most is None else b.most, b.multiple] for b in found]
+    return func.with_attr(SIZES_ATTR, noted)
+
+
+def sizes_of(func: tirx.PrimFunc) -> list[Var]:
+    """The symbols in the shapes of a PrimFunc's parameters, in the order of their first use."""
+    buffers = (p.ty for p in func.params if isinstance(p.ty, tirx.BufferType))
+    return symbols_of(extent for ty in buffers for extent in ty.shape)
 
 
 def product_key(extents: Iterable[Extent]) -> tuple[int, tuple[str, ...]]:

@@ -6,7 +6,8 @@
 
 One PrimFunc, whose host code compares the size. A family reads its cost model at some sizes, and as
 few configurations as can be are taken of which each is at most `LOSS` slower, at each of these
-sizes in its range, than the fastest.
+sizes in its range, than the fastest. Of what is known of the size (`ir.extents.SIZES_ATTR`) its
+bounds say at which sizes, and where it is always a multiple, kernels know that.
 
 Does not handle: configurations that tuning chose.
 """
@@ -21,18 +22,21 @@ from typing import Any
 
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import Expr, Var
+from tvm.ir import Expr, StringImm, Var
 
 from ..config import HardwareProfile, Policy
+from ..ir.extents import Bounds, known_sizes
 from ..ir.graph import VERSIONS_ATTR
 from .forms import Ranked, Writer
-from .program.expr import constant, dtype_of, number, variables
+from .program.expr import conjunction, constant, dtype_of, number, variables
 
 LOSS = 1.03
 MOST = 6  # versions
 LOSSES = (LOSS, 1.06, 1.1, 1.15, 1.2, 1.25, 1.3, 1.5, 2.0, 4.0)
 """How much slower than the fastest versions may be where few are allowed."""
 
+VECTOR = 8
+"""Elements of the widest vectors of most dtypes."""
 _ORDER = "group_m"  # in which order tiles are taken: a kernel of any size may do so in any
 
 
@@ -62,6 +66,63 @@ class Branch:
     sizes: Mapping[Var, Expr] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A symbolic size, and which values it may have."""
+
+    var: Var
+    bounds: Bounds
+
+    def upto(self, most: int | None) -> Expr | None:
+        """The condition that it is at most so large; None where any is."""
+        return None if most is None else self.var <= constant(most, dtype_of(self.var))
+
+
+@dataclass(frozen=True, slots=True)
+class Multiple:
+    """A function over `quotient` in the place of a `size` that is `of` times as large."""
+
+    func: tirx.PrimFunc
+    size: Var
+    quotient: Var
+    of: int
+
+    @classmethod
+    def made(cls, func: tirx.PrimFunc, size: Var, of: int) -> Multiple:
+        """The function for sizes that `of` divides."""
+        quotient = Var(f"{size.name}_{of}", size.ty)
+        whole = with_size(func, size, quotient * constant(of, dtype_of(size)))
+        return cls(whole, size, quotient, of)
+
+    @property
+    def divides(self) -> Expr:
+        """The condition that a size is a multiple."""
+        of = constant(self.of, dtype_of(self.size))
+        return tirx.EQ(tirx.FloorMod(self.size, of), constant(0, dtype_of(self.size)))
+
+    @property
+    def sizes(self) -> dict[Var, Expr]:
+        """The quotient, by the size."""
+        return {self.quotient: tirx.FloorDiv(self.size, constant(self.of, dtype_of(self.size)))}
+
+
+def known_size(func: tirx.PrimFunc) -> Size | None:
+    """The one symbolic size of a function's parameters; None where there are others or none."""
+    var = symbolic_size(func)
+    return None if var is None else Size(var, known_sizes(func).get(var, Bounds()))
+
+
+def read_at(sizes: Sequence[int], bounds: Bounds) -> list[int]:
+    """Where the cost model is read: at those of `sizes` that are within bounds, and at the largest
+    of all, each for the sizes up to it. Beyond the last of `sizes` nothing changes.
+    """
+    of, most = bounds.multiple, bounds.most
+    ends = [*sizes] if most is None else [*(n for n in sizes if n < most), min(most, sizes[-1])]
+    ends = [n // of * of for n in ends]
+    found = [n for n in dict.fromkeys(ends) if n >= max(bounds.least, 1)]
+    return found or [bounds.nearest(sizes[-1])]
+
+
 def symbolic_size(func: tirx.PrimFunc) -> Var | None:
     """The one symbolic size of a function's parameters; None where there are others or none."""
     buffers = [p for p in func.params if isinstance(p.ty, tirx.BufferType)]
@@ -88,6 +149,7 @@ def with_size(func: tirx.PrimFunc, size: Var, value: int | Expr) -> tirx.PrimFun
 def tables_by_size(
     writer: Writer,
     func: tirx.PrimFunc,
+    size: Size,
     problem: Any,
     sizes: Iterable[int],
     hw: HardwareProfile,
@@ -100,11 +162,16 @@ def tables_by_size(
     allowed = {kind_of(config) for _, config in writer.ranked(problem, hw, policy)}
     found = {}
     for value in sizes:
-        known = with_size(func, symbolic_size(func), value)
+        known = with_size(func, size.var, _whole(value) if size.bounds.multiple == 1 else value)
         if not is_empty(known):
             ranked = writer.ranked(writer.read(known, exact), hw, policy)
             found[value] = [entry for entry in ranked if kind_of(entry[1]) in allowed]
     return found
+
+
+def _whole(size: int) -> int:
+    """A size near this one that vectors divide: an odd bound says nothing of other sizes."""
+    return max(size // VECTOR, 1) * VECTOR if size > VECTOR else size
 
 
 def fewest_of(tables: Sequence[Ranked], sizes: Sequence[int], most: int) -> list[Version]:
@@ -187,20 +254,50 @@ def kind_of(config: Any) -> Any:
     return dataclasses.replace(config, **{_ORDER: 1}) if _ORDER in fields else config
 
 
-def joined(branches: Sequence[Branch]) -> tirx.PrimFunc | None:
+def joined(branches: Sequence[Branch], func: tirx.PrimFunc) -> tirx.PrimFunc | None:
     """One function with the kernels of branches, the first whose condition holds is launched; None
-    where these cannot stand in one.
+    where these cannot stand in one. They compute `func`, and rely on the bounds of its sizes, which
+    the host asks for.
     """
     last = branches[-1].kernel
     if any(not _equal(last.attrs, branch.kernel.attrs) for branch in branches):
         return None
+    params = last.params if not branches[-1].sizes else _like(last.params, func.params)
     body = None
     for branch in reversed(branches):
-        own = _over(branch, last.params)
+        own = _over(branch, params)
         body = own if body is None else tirx.IfThenElse(branch.condition, own, body)
+    whole = tirx.PrimFunc(params, _within_bounds(func, body), last.ret_type, attrs=last.attrs)
     names = [branch.name for branch in branches[:-1]]
-    whole = tirx.PrimFunc(last.params, body, last.ret_type, attrs=last.attrs)
-    return whole.with_attr(VERSIONS_ATTR, names)
+    return whole.with_attr(VERSIONS_ATTR, names) if names else whole
+
+
+def _like(params: Sequence[Var], others: Sequence[Var]) -> list[Var]:
+    """Parameters in the shapes of others."""
+    return [
+        tirx.decl_buffer(other.ty.shape, str(param.ty.dtype), param.name)
+        for param, other in zip(params, others, strict=True)
+    ]
+
+
+def _within_bounds(func: tirx.PrimFunc, body: tirx.Stmt) -> tirx.Stmt:
+    """What a function does where its sizes are within their bounds; an error elsewhere."""
+    stmts = []
+    for size, bounds in known_sizes(func).items():
+        least, most, of = (
+            constant(value or 0, dtype_of(size))
+            for value in (bounds.least, bounds.most, bounds.multiple)
+        )
+        wanted = [(size >= least, f"at least {bounds.least}")]
+        if bounds.most is not None:
+            wanted.append((size <= most, f"at most {bounds.most}"))
+        if bounds.multiple > 1:
+            is_multiple = tirx.EQ(tirx.FloorMod(size, of), constant(0, dtype_of(size)))
+            wanted.append((is_multiple, f"a multiple of {bounds.multiple}"))
+        condition = conjunction(*(condition for condition, _ in wanted))
+        message = f"{size.name} is not " + " and ".join(text for _, text in wanted)
+        stmts.append(tirx.AssertStmt(condition, StringImm("InputError"), [StringImm(message)]))
+    return tirx.SeqStmt([*stmts, body]) if stmts else body
 
 
 def preceded(kernel: tirx.PrimFunc, branch: Branch) -> tirx.PrimFunc:

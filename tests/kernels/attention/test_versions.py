@@ -6,6 +6,7 @@ from tvm import tirx
 from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.ir.extents import Bounds, sizes_of, with_known_sizes
 from tvm_fusion.ir.graph import OUTPUTS_ATTR, VERSIONS_ATTR
 from tvm_fusion.kernels.attention import versions
 from tvm_fusion.kernels.attention.forms import WRITER
@@ -62,6 +63,32 @@ def test_each_range_is_right_at_its_edges(monkeypatch):
         arrays = [rng.standard_normal((1, 1, n, HEAD)).astype(HALF) / 3 for _ in "qkv"]
         bias = rng.standard_normal((1, 1, n, n)).astype(HALF)
         run(lowered, [*arrays, bias], bias.astype(float))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "names"),
+    [
+        (Bounds(0, 4096, 8), ["64"]),
+        (Bounds(0, 64, 8), []),
+        (Bounds(0, 60), ["of8_beyond"]),
+        (Bounds(72), ["of8_beyond"]),
+    ],
+    ids=str,
+)
+def test_within_bounds_there_is_no_kernel_for_other_sizes(bounds, names, monkeypatch):
+    monkeypatch.setattr(versions, "SIZES", (64, 4096))
+    n = tirx.Var("n", "int64")
+    func = biased(1, n)
+    func = with_known_sizes(func, dict.fromkeys(sizes_of(func), bounds))
+    kernel = write_kernel(func.with_attr(OUTPUTS_ATTR, 1), "attention", H200, POLICY)
+    assert [*map(str, kernel.attrs.get(VERSIONS_ATTR, ()))] == names
+    lowered, rng = lower(kernel), np.random.default_rng(0)
+    assert "load_four" in lowered.source or bounds.multiple % 8
+    for n in (8, 64, 72):
+        if bounds.refusal(n) is None:
+            arrays = [rng.standard_normal((1, 1, n, HEAD)).astype(HALF) / 3 for _ in "qkv"]
+            bias = rng.standard_normal((1, 1, n, n)).astype(HALF)
+            run(lowered, [*arrays, bias], bias.astype(float))
 
 
 def test_few_keys_are_not_split_and_many_are():

@@ -1,15 +1,20 @@
 """Kernels of a product for ranges of its symbolic size: which, and right at the edges of each."""
 
+import math
+
 import numpy as np
 import pytest
+import tvm_ffi
 from tvm import tirx
 from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.ir.extents import Bounds, sizes_of, with_known_sizes
 from tvm_fusion.ir.graph import OUTPUTS_ATTR, VERSIONS_ATTR
 from tvm_fusion.kernels.gemm import versions
 from tvm_fusion.kernels.gemm.forms import WRITER
 from tvm_fusion.kernels.gemm.versions import Version, versions_of, write_versions
+from tvm_fusion.runtime.build.trusted_calls import KINDS
 from tvm_fusion.runtime.build.version_names import launches_of, versions_among
 from tvm_fusion.transform.apply.write_kernels import write_kernel
 
@@ -61,6 +66,63 @@ def small():
         patch.setattr(versions, "SIZES", (4, 20, 70))
         patch.setattr(versions, "versions_of", _one_each)
         return lower(write_kernel(SOME.with_attr(OUTPUTS_ATTR, 1), "gemm", A100, POLICY))
+
+
+def within(func, bounds):
+    return with_known_sizes(func, dict.fromkeys(sizes_of(func), bounds))
+
+
+def test_no_version_is_for_sizes_that_cannot_occur():
+    n = tirx.Var("n", "int64")
+    func = product(n, 2048, 8192)
+    whole = [int(most) for most in write_versions(WRITER, func, H200, POLICY).attrs[VERSIONS_ATTR]]
+    for bounds in (Bounds(0, 300), Bounds(100, 300), Bounds(100)):
+        written = write_versions(WRITER, within(func, bounds), H200, POLICY)
+        edges = [int(most) for most in written.attrs.get(VERSIONS_ATTR, ())]
+        assert all(max(bounds.least, 1) <= most < (bounds.most or math.inf) for most in edges)
+        assert len(edges) <= len(whole)
+
+
+def test_within_narrow_bounds_one_kernel_is_the_best_for_these():
+    n = tirx.Var("n", "int64")
+    func = product(n, 2048, 8192)
+    few = write_versions(WRITER, within(func, Bounds(0, 16)), H200, POLICY)
+    many = write_versions(WRITER, within(func, Bounds(4096)), H200, POLICY)
+    assert not any(VERSIONS_ATTR in kernel.attrs for kernel in (few, many))
+    sources = [lower(kernel).source for kernel in (few, many)]
+    assert sources[0] != sources[1]
+
+
+def checks(func):
+    found = []
+    tvm_ffi.structural_walk(func.body, [(tirx.AssertStmt, found.append)])
+    return found
+
+
+def test_terms_that_are_a_multiple_are_read_in_vectors():
+    func = product(1024, tirx.Var("n", "int64"), 512).with_attr(OUTPUTS_ATTR, 1)
+    known = within(func, Bounds(8, 8192, 8))
+    anywhere, multiple = (lower(write_kernel(f, "gemm", H200, POLICY)) for f in (func, known))
+    vectors = [one.versions[-1].source.count("uint4") for one in (anywhere, multiple)]
+    assert vectors[0] < vectors[1]
+
+
+@pytest.mark.parametrize("shape", [(96, 64, "n"), (96, "n", 64)], ids=["columns", "terms"])
+def test_multiples_are_right_and_asked_for(shape):
+    n = tirx.Var("n", "int64")
+    func = within(product(*(n if e == "n" else e for e in shape)), Bounds(8, 800, 8))
+    kernel = write_kernel(func.with_attr(OUTPUTS_ATTR, 1), "gemm", A100, POLICY)
+    (check,) = checks(kernel)
+    assert "at most 800 and a multiple of 8" in check.message_parts[0].value
+    assert check.error_kind.value not in KINDS  # which host code may leave out
+    lowered = lower(kernel)
+    for size in (8, 72, 800):
+        rng = np.random.default_rng(size)
+        rows, terms, columns = (size if e == "n" else e for e in shape)
+        x, w = (rng.standard_normal(s).astype("float16") for s in ((rows, terms), (terms, columns)))
+        y = poisoned((rows, columns), "float16")
+        assert run_cuda_on_cpu(lowered, [x, w, y]) == 1
+        assert_close(y, np.maximum(x.astype(float) @ w.astype(float), 0), "float16")
 
 
 def _one_each(tables, sizes):

@@ -1,15 +1,18 @@
 """Row kernels for ranges of a symbolic size: which, and right at the edges of each."""
 
+import math
+
 import numpy as np
 import pytest
 from tvm import tirx
 from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.ir.extents import Bounds, sizes_of, with_known_sizes
 from tvm_fusion.ir.graph import OUTPUTS_ATTR, VERSIONS_ATTR
 from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.row import versions
-from tvm_fusion.kernels.row.candidates import row_ranked
+from tvm_fusion.kernels.row.candidates import row_ranked, work_of
 from tvm_fusion.kernels.row.forms import WRITER
 from tvm_fusion.kernels.row.versions import length_tables, write_row_versions
 from tvm_fusion.kernels.versions import MOST
@@ -75,6 +78,45 @@ def test_each_range_of_lengths_is_right_at_its_edges(name, monkeypatch):
             assert_close(y, reference(*(x.astype(float) for x in inputs)), HALF)
 
 
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [
+        ("softmax", Bounds(0, 300)),
+        ("softmax", Bounds(24, 1000, 8)),
+        ("layernorm", Bounds(100, 1003)),
+        ("layernorm", Bounds(0, 1 << 20, 4)),
+    ],
+    ids=str,
+)
+def test_rows_within_bounds_have_no_kernel_for_others(name, bounds):
+    rows = 37
+    func, reference, shapes = cases(rows)[name]
+    func = with_known_sizes(func, dict.fromkeys(sizes_of(func), bounds))
+    lowered = lower(written(func))
+    names = versions_among(kernels_of(lowered))
+    beyond = math.inf if bounds.most is None else bounds.most
+    edges = {int(text.split()[-1]) for text in names if text.split()[-1].isdigit()}
+    assert all(max(bounds.least, 1) <= edge < beyond for edge in edges)
+    assert len(names) <= MOST
+    assert any("multiples" in text for text in names) == (bounds.multiple % 8 != 0)
+    last = min(beyond, 1200) // bounds.multiple * bounds.multiple
+    lengths = {bounds.nearest(1), last, last - bounds.multiple}
+    lengths |= {edge + off for edge in edges for off in (-8, -1, 0, 1, 8)}
+    for length in sorted(n for n in lengths if n <= 1200 and bounds.refusal(n) is None):
+        rng = np.random.default_rng(length)
+        inputs = [rng.standard_normal(shape).astype(HALF) for shape in shapes(length)]
+        y = poisoned((rows, length), HALF)
+        assert run_cuda_on_cpu(lowered, [*inputs, y]) == 1
+        assert_close(y, reference(*(x.astype(float) for x in inputs)), HALF)
+
+
+def test_few_rows_have_one_kernel():
+    func = fuse(rmsnorm, ((N, 4096), HALF), ((4096,), HALF))
+    known = with_known_sizes(func, dict.fromkeys(sizes_of(func), Bounds(0, 16)))
+    assert VERSIONS_ATTR in written(func).attrs
+    assert VERSIONS_ATTR not in written(known).attrs
+
+
 def scaled(bb, x):
     rows, columns = x.ty.shape
     return softmax(bb, bb.emit(op.reshape(x, (rows // 12, columns * 12))))
@@ -105,7 +147,7 @@ def test_predicted_times_are_those_of_the_length():
     """A bound at the length itself takes what a kernel of that very length does."""
     func, _, _ = cases(4096)["softmax"]
     program = analyze(versions._multiple(func, analyze(func, False), 8).func, False)
-    tables = length_tables(program, H200)
+    tables = length_tables(program, work_of(program, H200), versions.COLUMNS, H200)
     for columns, table in zip(versions.COLUMNS, tables, strict=True):
         fixed = analyze(fuse(softmax, ((4096, columns), HALF)), False)
         seconds = [s for s, config in row_ranked(fixed, H200) if config.form != "bulk"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import tvm_ffi
 from tvm import tirx
@@ -24,16 +25,18 @@ from ..contraction.model import Output, size_of
 from ..forms import Writer
 from ..gpu.frame import then
 from ..gpu.product_frame import Frame, coordinates, f32, lower, open_kernel
-from ..program.expr import constant, convert, dtype_of
+from ..program.expr import conjunction, constant, convert, dtype_of
 from ..versions import (
     Branch,
+    Multiple,
+    Size,
     Version,
     fewest_of,
     joined,
+    known_size,
     preceded,
-    symbolic_size,
+    read_at,
     tables_by_size,
-    with_size,
 )
 from .decode.config import DecodeConfig
 from .read.model import Attention
@@ -53,26 +56,32 @@ def write_attention_versions(
     """The kernels of a fused PrimFunc for ranges of its one symbolic size, or one that is as good
     at all; None where it has none or several.
     """
-    size = symbolic_size(func)
+    size = known_size(func)
     if size is None:
         return None
     exact = policy.rounding == "exact"
     problem = writer.read(func, exact)
+    ends = read_at(SIZES, size.bounds)
     try:
-        tables = tables_by_size(writer, func, problem, SIZES, hw, policy)
+        tables = tables_by_size(writer, func, size, problem, ends, hw, policy)
         found = _fewest(tables, MOST)
         tiled = any(not isinstance(version.config, DecodeConfig) for version in found)
         if not tiled or not _reads_symbolic_rows(problem):
-            return _written(_branches(writer, problem, found, size, hw, policy))
-        branches = _branches(writer, problem, _fewest(tables, ANYWHERE), size, hw, policy)
-        quotient = Var(f"{size.name}_{OF}", size.ty)
-        multiple = writer.read(
-            with_size(func, size, quotient * constant(OF, dtype_of(size))), exact
-        )
-        aligned = _branches(writer, multiple, _fewest(tables, ALIGNED), size, hw, policy)
+            branches = _branches(writer, problem, found, size, hw, policy)
+            return joined(branches, func) if branches else None
+        multiple = Multiple.made(func, size.var, OF)
+        aligned = writer.read(multiple.func, exact)
+        if size.bounds.multiple % OF == 0:
+            tables = tables_by_size(writer, func, size, aligned, ends, hw, policy)
+            branches = _branches(writer, aligned, _fewest(tables, MOST), size, hw, policy)
+            branches = [replace(branch, sizes=multiple.sizes) for branch in branches]
+            return joined(branches, func) if branches else None
+        anywhere = _branches(writer, problem, _fewest(tables, ANYWHERE), size, hw, policy)
+        branches = _branches(writer, aligned, _fewest(tables, ALIGNED), size, hw, policy)
     except Unsupported:
         return None  # the one kernel is chosen among those that can be written
-    return _written([*(_of_multiples(branch, size, quotient) for branch in aligned), *branches])
+    found = [*(_of_multiples(branch, multiple) for branch in branches), *anywhere]
+    return joined(found, func) if anywhere else None
 
 
 def with_keyless(kernel: tirx.PrimFunc, attention: Attention) -> tirx.PrimFunc:
@@ -124,39 +133,27 @@ def _fewest(tables: dict[int, list], most: int) -> list[Version]:
     return fewest_of(list(tables.values()), list(tables), most)
 
 
-def _written(branches: Sequence[Branch]) -> tirx.PrimFunc | None:
-    if len(branches) > 1:
-        return joined(branches)
-    return branches[0].kernel if branches else None
-
-
 def _branches(
     writer: Writer,
     problem: Attention,
     versions: Sequence[Version],
-    size: Var,
+    size: Size,
     hw: HardwareProfile,
     policy: Policy,
 ) -> list[Branch]:
     """The kernels of versions; the last is for any size."""
     found = []
     for version in versions:
-        most = version.most
-        condition = None if most is None else size <= constant(most, dtype_of(size))
         kernel = writer.emit(problem, hw, policy, version.config)
-        found.append(Branch(kernel, condition, most))
+        found.append(Branch(kernel, size.upto(version.most), version.most))
     return found
 
 
-def _of_multiples(branch: Branch, size: Var, quotient: Var) -> Branch:
+def _of_multiples(branch: Branch, multiple: Multiple) -> Branch:
     """A kernel over the quotient as one over the size, where it divides."""
-    of = constant(OF, dtype_of(size))
-    condition = tirx.EQ(tirx.FloorMod(size, of), constant(0, dtype_of(size)))
     end = "beyond" if branch.condition is None else f"upto_{branch.name}"
-    if branch.condition is not None:
-        condition = tirx.And(condition, branch.condition)
-    sizes = {quotient: tirx.FloorDiv(size, of)}
-    return Branch(branch.kernel, condition, f"of{OF}_{end}", sizes)
+    condition = conjunction(multiple.divides, branch.condition)
+    return Branch(branch.kernel, condition, f"of{OF}_{end}", multiple.sizes)
 
 
 def _reads_symbolic_rows(problem: Attention) -> bool:

@@ -6,7 +6,8 @@
     else:                         a row of 256 threads that stream it
 
 Of rows of symbolic length, that length is compared; where only their number is symbolic, that is.
-A symbolic number of rows of symbolic length counts as `work.ASSUMED_EXTENT`.
+A symbolic number of rows of symbolic length counts as `work.ASSUMED_EXTENT`, or what of its bounds
+is nearest.
 
 Does not handle: rows in shared memory (`Form.BULK`).
 """
@@ -14,24 +15,26 @@ Does not handle: rows in shared memory (`Form.BULK`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from tvm import tirx
-from tvm.ir import Expr, Var
+from tvm.ir import Expr
 
 from ...errors import Unsupported
+from ...ir.extents import Bounds, bounds_within, known_sizes
 from ..forms import Writer
 from ..gpu.vectors import divides, vector_width
 from ..program.analysis import analyze
-from ..program.expr import constant, dtype_of, linear_form, number, variables
+from ..program.expr import conjunction, constant, dtype_of, linear_form, number, variables
 from ..program.program import Program
-from ..versions import MOST, Branch, Version, fewest_of, joined, with_size
+from ..versions import MOST, Branch, Multiple, Version, fewest_of, joined, read_at
 from .candidates import bounded, candidates_of, ranked, work_of
 from .config import Form, RowConfig
 from .cost import estimate_rows
 from .kernel import emit_row
+from .work import ASSUMED_EXTENT, RowWork
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile, Policy
@@ -46,13 +49,22 @@ rows; together as many as `versions.MOST`. A kernel takes nvcc some 0.5 s.
 """
 
 
-class _Multiple(NamedTuple):
-    """Rows whose length is a multiple: their program, over `quotient` in the place of `size`."""
+class _Lengths(NamedTuple):
+    """The length of rows, which it may be, and how many rows there are, or are taken to be."""
 
-    func: tirx.PrimFunc
-    size: Var
-    quotient: Var
-    of: int
+    columns: Expr
+    bounds: Bounds
+    rows: int
+
+    @property
+    def ends(self) -> list[int]:
+        """Those that are asked about."""
+        return read_at(COLUMNS, self.bounds)
+
+    @property
+    def are_held(self) -> bool:
+        """Whether no row is longer than those that are asked about."""
+        return self.bounds.most is not None and self.bounds.most <= COLUMNS[-1]
 
 
 def write_row_versions(
@@ -67,25 +79,22 @@ def write_row_versions(
         return None
     try:
         if isinstance(program.columns, int):
-            branches = _of_rows(program, hw)
+            branches = _of_rows(func, program, hw)
         else:
             branches = _of_lengths(func, program, hw, exact)
     except Unsupported:
         return None  # the one kernel says why
-    if len(branches) > 1:
-        return joined(branches)
-    return branches[0].kernel if branches else None
+    return joined(branches, func) if branches else None
 
 
-def _of_rows(program: Program, hw: HardwareProfile) -> list[Branch]:
+def _of_rows(func: tirx.PrimFunc, program: Program, hw: HardwareProfile) -> list[Branch]:
     """Kernels for ranges of the number of rows."""
-    work = work_of(program, hw)
-    tables = []
-    for rows in ROWS:
-        there = replace(work, rows=rows)
+    work, rows = work_of(program, hw), program.row_count
+    tables, numbers = [], read_at(ROWS, bounds_within(rows, known_sizes(func)))
+    for number_of_rows in numbers:
+        there = replace(work, rows=number_of_rows)
         tables.append(ranked(candidates_of(program, there, hw), there, hw))
-    found = fewest_of(tables, ROWS, OF_ROWS)
-    rows = program.row_count
+    found = fewest_of(tables, numbers, OF_ROWS)
     return [
         Branch(emit_row(program, version.config, hw), _upto(rows, version.most), version.most)
         for version in found
@@ -96,27 +105,30 @@ def _of_lengths(
     func: tirx.PrimFunc, program: Program, hw: HardwareProfile, exact: bool
 ) -> list[Branch]:
     """Kernels for ranges of the length of rows: of those that vectors divide, and of all."""
-    widest = vector_width(program, tail=True)
+    known, widest = known_sizes(func), vector_width(program, tail=True)
+    rows = bounds_within(program.row_count, known).nearest(ASSUMED_EXTENT)
+    lengths = _Lengths(program.columns, bounds_within(program.columns, known), rows)
     if divides(widest, program.columns, program.analyzer()):
-        return list(_branches(program, program.columns, hw, MOST))
+        return list(_branches(program, lengths, hw, MOST))
     branches: list[Branch] = []
     multiple = _multiple(func, program, widest)
     if multiple is not None:
         aligned = analyze(multiple.func, exact)
-        of = constant(multiple.of, dtype_of(multiple.size))
-        condition = tirx.EQ(tirx.FloorMod(multiple.size, of), constant(0, dtype_of(multiple.size)))
-        sizes = {multiple.quotient: tirx.FloorDiv(multiple.size, of)}
-        for branch in _branches(aligned, program.columns, hw, ALIGNED + 1):
-            if branch.condition is None:
+        if known.get(multiple.size, Bounds()).multiple % multiple.of == 0:
+            found = _branches(aligned, lengths, hw, MOST)
+            return [replace(branch, sizes=multiple.sizes) for branch in found]
+        last = 0 if lengths.are_held else 1
+        for branch in _branches(aligned, lengths, hw, ALIGNED + last):
+            if branch.condition is None and last:
                 break  # as good where rows start anywhere: they are streamed
-            both = tirx.And(condition, branch.condition)
-            name = f"of{widest}_upto_{branch.name}"
-            branches.append(Branch(branch.kernel, both, name, sizes))
-    anywhere = list(_branches(program, program.columns, hw, ANYWHERE))
+            both = conjunction(multiple.divides, branch.condition)
+            end = "beyond" if branch.condition is None else f"upto_{branch.name}"
+            branches.append(Branch(branch.kernel, both, f"of{widest}_{end}", multiple.sizes))
+    anywhere = list(_branches(program, lengths, hw, ANYWHERE))
     return [*branches, *anywhere] if anywhere else []
 
 
-def _multiple(func: tirx.PrimFunc, program: Program, widest: int) -> _Multiple | None:
+def _multiple(func: tirx.PrimFunc, program: Program, widest: int) -> Multiple | None:
     """The function where rows of one symbolic size, or a multiple of it, divide into vectors."""
     found = variables(program.columns)
     form = linear_form(program.columns, found) if len(found) == 1 else None
@@ -125,42 +137,45 @@ def _multiple(func: tirx.PrimFunc, program: Program, widest: int) -> _Multiple |
     factor, rest = number(form[0][0]), number(form[1])
     if factor is None or rest != 0:
         return None
-    of = widest // math.gcd(int(factor), widest)
-    quotient = Var(f"{found[0].name}_{of}", found[0].ty)
-    size = quotient * constant(of, dtype_of(found[0]))
-    return _Multiple(with_size(func, found[0], size), found[0], quotient, of)
+    return Multiple.made(func, found[0], widest // math.gcd(int(factor), widest))
 
 
-def _branches(program: Program, columns: Expr, hw: HardwareProfile, most: int) -> Iterator[Branch]:
+def _branches(
+    program: Program, lengths: _Lengths, hw: HardwareProfile, most: int
+) -> Iterator[Branch]:
     """Kernels for ranges of the length; the last is for any."""
-    found = fewest_of(length_tables(program, hw), COLUMNS, most)
+    ends, work = lengths.ends, replace(work_of(program, hw), rows=lengths.rows)
+    found = fewest_of(length_tables(program, work, ends, hw), ends, most)
     if found and found[-1].config.most:
-        # no row beyond those that were asked about fits into registers for sure
-        streamed = _streamed(program, hw)
         last = replace(found[-1], most=found[-1].config.most)
-        found = [*found[:-1], last, Version(streamed, None)]
-    least = 0
-    for version in found:
+        found = [*found[:-1], last]
+        if not lengths.are_held:
+            # no row beyond those that were asked about fits into registers for sure
+            found.append(Version(_streamed(program, work, hw), None))
+    least = lengths.bounds.least
+    for place, version in enumerate(found, 1):
         config = version.config
         if config.most:
             config = replace(config, least=least)
         kernel = emit_row(program, config, hw)
-        yield Branch(kernel, _upto(columns, version.most), version.most)
+        end = None if place == len(found) else version.most
+        yield Branch(kernel, _upto(lengths.columns, end), end)
         least = (version.most or 0) + 1
 
 
-def length_tables(program: Program, hw: HardwareProfile) -> list[list[tuple[float, RowConfig]]]:
-    """Predicted seconds of configurations at each of `COLUMNS`, with a bound where they hold a row
-    that long.
+def length_tables(
+    program: Program, work: RowWork, lengths: Sequence[int], hw: HardwareProfile
+) -> list[list[tuple[float, RowConfig]]]:
+    """Predicted seconds of configurations at each of some lengths, with a bound where they hold a
+    row that long.
     """
-    work = work_of(program, hw)
-    there = [replace(work, columns=columns) for columns in COLUMNS]
+    there = [replace(work, columns=columns) for columns in lengths]
     worth: dict[RowConfig, None] = {}
     for one in there:
         table = ranked(candidates_of(program, one, hw), one, hw)
         most = WORTH * min(seconds for seconds, _ in table)
         worth |= dict.fromkeys(config for seconds, config in table if seconds <= most)
-    configs = list(bounded(worth, COLUMNS, work, hw))
+    configs = list(bounded(worth, lengths, work, hw))
     return [
         sorted(
             (
@@ -174,9 +189,9 @@ def length_tables(program: Program, hw: HardwareProfile) -> list[list[tuple[floa
     ]
 
 
-def _streamed(program: Program, hw: HardwareProfile) -> RowConfig:
+def _streamed(program: Program, work: RowWork, hw: HardwareProfile) -> RowConfig:
     """The best guess for rows longer than all of `COLUMNS`."""
-    longest = replace(work_of(program, hw), columns=COLUMNS[-1])
+    longest = replace(work, columns=COLUMNS[-1])
     configs = candidates_of(program, longest, hw)
     return ranked([c for c in configs if c.form is Form.LOOP], longest, hw)[0][1]
 

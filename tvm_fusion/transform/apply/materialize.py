@@ -12,12 +12,13 @@ After, for the group (lv, lv1)::
 Each group is first a Relax function with attribute `Primitive`, which TVM's FuseTIR turns into one
 PrimFunc; an operator that stands in several groups is copied into each (rematerialisation). FuseTIR
 keeps only the first of two reads of one buffer, so the read and write regions of every block are
-computed again afterwards.
+computed again afterwards. What callers may give for a symbolic size stands at the PrimFunc
+(`ir.extents.SIZES_ATTR`), since a kernel is written from that alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 import tvm
@@ -25,6 +26,7 @@ import tvm_ffi
 from tvm import relax, s_tir, tirx
 
 from ...errors import PlanError
+from ...ir.extents import Bounds, bounds_of, bounds_within, symbols_of, with_known_sizes
 from ...ir.graph import FusionGraph, OpKind, bits
 from ...plan.differ import in_order
 from ...plan.group_view import GroupView
@@ -124,10 +126,66 @@ def materialize(mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan) -> Mate
     }
     functions = {g.ops: called[r] for r, g in rewriter.results.items() if r in called}
     groups = {functions[g.ops]: g for g in rewriter.groups.values() if g.ops in functions}
+    fused = with_sizes(fused)
     for group in rewriter.results.values():  # of equal groups some have placed tensors
         if group.ops in functions:
             groups.setdefault(functions[group.ops], group)
     return Materialized(fused, groups, functions)
+
+
+def with_sizes(mod: tvm.IRModule) -> tvm.IRModule:
+    """A module whose PrimFuncs note which values their symbolic sizes have in all calls, as far as
+    its functions have bounds.
+    """
+    found: dict[tvm.ir.GlobalVar, dict[tirx.Var, Bounds]] = {}
+    for _, func in mod.functions_items():
+        if isinstance(func, relax.Function):
+            _note_sizes(mod, func, found)
+    functions = dict(mod.functions_items())
+    known = {gvar: with_known_sizes(functions[gvar], sizes) for gvar, sizes in found.items()}
+    if all(func.same_as(functions[gvar]) for gvar, func in known.items()):
+        return mod
+    return with_functions(mod, {**functions, **known})
+
+
+def _note_sizes(
+    mod: tvm.IRModule, func: relax.Function, found: dict[tvm.ir.GlobalVar, dict[tirx.Var, Bounds]]
+) -> None:
+    """Adds the sizes that a function calls PrimFuncs with to those that are `found`."""
+    named = bounds_of(func)
+    given = {s for p in func.params for s in relax.analysis.tir_vars_in_type(p.ty)}
+    known = {symbol: named[symbol.name] for symbol in given if symbol.name in named}
+
+    def visit(call: relax.Expr) -> None:
+        if not isinstance(call, relax.Call):
+            return
+        for gvar in (a for a in call.args if isinstance(a, tvm.ir.GlobalVar)):
+            sizes = _sizes(mod[gvar], call, known, given) if _is_call_tir(call) else {}
+            before = found.get(gvar, sizes)
+            found[gvar] = {s: b.or_of(before[s]) for s, b in sizes.items() if s in before}
+
+    relax.analysis.post_order_visit(func.body, visit)
+
+
+def _sizes(
+    callee: tvm.ir.BaseFunc,
+    call: relax.Call,
+    known: Mapping[tirx.Var, Bounds],
+    given: Set[tirx.Var],
+) -> dict[tirx.Var, Bounds]:
+    """The bounds of a PrimFunc's sizes in a call of it, as far as the `given` ones say them."""
+    found: dict[tirx.Var, Bounds] = {}
+    if not known or not isinstance(callee, tirx.PrimFunc):
+        return found
+    values = call.args[1]
+    values = values.fields if isinstance(values, relax.Tuple) else [values]
+    results = call.ty.fields if isinstance(call.ty, relax.TupleType) else [call.ty]
+    buffers = [p for p in callee.params if isinstance(p.ty, tirx.BufferType)]
+    for param, ty in zip(buffers, [*(v.ty for v in values), *results], strict=True):
+        for own, extent in zip(param.ty.shape, ty.shape.values, strict=True):
+            if isinstance(own, tirx.Var) and given >= set(symbols_of([extent])):
+                found.setdefault(own, bounds_within(extent, known))
+    return found
 
 
 def group_views(graph: FusionGraph, plan: FusionPlan) -> list[GroupView]:

@@ -18,13 +18,14 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
+from ...ir.extents import bounds_attrs
 from ...ir.graph import FusionGraph, OpKind, bits, build_graph
 from ...ir.weights import numbers
 from ...plan.differ import exchanged
 from ...plan.group_view import GroupView
 from ...plan.plan import FusionPlan, PlannedGroup
 from ..functions.function_apart import called
-from .materialize import Rewriter, fix_regions, group_views
+from .materialize import Rewriter, fix_regions, group_views, with_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +165,14 @@ def group_modules(
     builder = relax.BlockBuilder(tvm.IRModule(functions))
     gvar = builder.add_func(primitive, "kernel")
     params = [relax.Var(p.name, p.ty) for p in primitive.params]
-    with builder.function("main", params):
+    with builder.function("main", params, bounds_attrs(mod[plan.function])):
         with builder.dataflow():
             result = builder.emit_output(relax.Call(gvar, params))
         builder.emit_func_output(result)
     fused = relax.transform.DeadCodeElimination(["main"])(relax.transform.FuseTIR()(builder.get()))
     name = next(g.name_hint for g, f in fused.functions.items() if isinstance(f, tirx.PrimFunc))
     fused.update_func(fused.get_global_var(name), fix_regions(fused[name]))
-    return GroupModules(fused, _unfused(primitive, functions), name, inputs)
+    return GroupModules(with_sizes(fused), _unfused(primitive, functions), name, inputs)
 
 
 def _taken_out(

@@ -28,7 +28,7 @@ from ...check.inputs import extent_of
 from ...check.reference import to_float64
 from ...check.rules import TOLERANCES, OutputCheck, check_output, namespace, wide
 from ...errors import Unsupported
-from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT
+from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT, known_sizes
 from ...ir.parts import written_parts
 from ...runtime.build.build import build_functions
 from .building import BuiltChoice
@@ -158,6 +158,8 @@ class Case:
         self.reference = "float64"
         self._seed = seed
         self._sizes = defaultdict(lambda: ASSUMED_SYMBOLIC_EXTENT)  # by name
+        known = known_sizes(func).items()
+        self._sizes |= {s.name: b.nearest(ASSUMED_SYMBOLIC_EXTENT) for s, b in known}
         self._draw(DRAWS[0])
 
     @property
