@@ -14,12 +14,17 @@ where torch is loaded:
 TVM fills a pointer of each module with the address of its launcher when the module is loaded, from
 a table that is the process's: so does `install`, for all modules that are loaded afterwards. The
 launcher is LLVM IR that TVM compiles, since a call of it must not take longer than TVM's own.
+
+Neither torch's team nor TVM's pool is there in a child that a process with threads forks (a worker
+of torch's DataLoader): whoever opens a loop on them waits for ever. Loops run in the thread that
+calls there.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import sys
 import threading
 from dataclasses import dataclass
@@ -33,6 +38,8 @@ _POINTER = b"__TVMBackendParallelLaunch"  # of a module, to what launches its pa
 _logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 _sharing: tuple[int, bool] | None = None  # what `share_team` was asked for
+_had_threads = False  # this process, when it forked last
+_alone = False  # whether this is a child of such a process
 
 
 class _State(ctypes.Structure):
@@ -58,10 +65,13 @@ class _State(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The launcher of this process: the address of `@launch`, and what it looks at."""
+    """The launcher of this process: the address of `@launch`, what it looks at, and the address of
+    `@alone`, which runs a loop in the thread that calls.
+    """
 
     address: int
     state: _State
+    alone: int
 
 
 def share_team(threads: int, exactly: bool) -> bool:
@@ -81,6 +91,8 @@ def share_team(threads: int, exactly: bool) -> bool:
         Whether they do.
     """
     global _sharing
+    if _alone:
+        return False
     if _sharing == (threads, exactly):
         return True
     launcher, functions = install(), _openmp_of_torch()
@@ -113,10 +125,44 @@ def install() -> Launcher | None:
         return None
     # Modules keep the address for as long as they live, which may be longer than this module does.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
-    launcher = Launcher(module["launcher"](), _State.from_address(module["state"]()))
-    launcher.state.pool = pool
+    state = _State.from_address(module["state"]())
+    launcher = Launcher(module["launcher"](), state, module["alone"]())
+    launcher.state.pool = launcher.alone if _alone else pool
     launcher.state.take_error, launcher.state.set_error, launcher.state.drop = errors
     return launcher if register(_POINTER, ctypes.c_void_p(launcher.address)) == 0 else None
+
+
+def is_alone() -> bool:
+    """Whether loops run in the thread that calls, as this is a child of a process with threads."""
+    return _alone
+
+
+def _before_fork() -> None:
+    global _had_threads
+    _had_threads = _alone or _thread_count() > 1
+
+
+def _in_child() -> None:
+    global _alone, _lock
+    _lock = threading.Lock()  # another thread may have held it
+    _alone = _had_threads
+    launcher = install() if _alone and install.cache_info().currsize else None
+    if launcher is not None:
+        launcher.state.parallel, launcher.state.pool = None, launcher.alone
+
+
+def _thread_count() -> int:
+    """The threads of this process, those that are none of Python's among them; more than one where
+    the system does not say.
+    """
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 2
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 
 
 def _openmp_of_torch() -> tuple[int, ...] | None:
@@ -207,6 +253,17 @@ failed:
   ret i32 -1
 }
 
+define internal i32 @alone(ptr %lambda, ptr %data, i32 %tasks) {
+  %counter = alloca [64 x i8], align 64
+  call void @llvm.memset.p0.i32(ptr align 64 %counter, i8 0, i32 64, i1 false)
+  %env = alloca %Env
+  %env.tasks = getelementptr %Env, ptr %env, i32 0, i32 1
+  store ptr %counter, ptr %env
+  store i32 1, ptr %env.tasks
+  %status = call i32 %lambda(i32 0, ptr %env, ptr %data)
+  ret i32 %status
+}
+
 define internal void @work(ptr %job) {
   %at.number = getelementptr %State, ptr @state, i32 0, i32 1
   %number = load ptr, ptr %at.number
@@ -270,6 +327,11 @@ define i32 @__tvm_ffi_launcher(ptr %self, ptr %arguments, i32 %count, ptr %resul
 
 define i32 @__tvm_ffi_state(ptr %self, ptr %arguments, i32 %count, ptr %result) {
   call void @return_address(ptr %result, i64 ptrtoint (ptr @state to i64))
+  ret i32 0
+}
+
+define i32 @__tvm_ffi_alone(ptr %self, ptr %arguments, i32 %count, ptr %result) {
+  call void @return_address(ptr %result, i64 ptrtoint (ptr @alone to i64))
   ret i32 0
 }
 

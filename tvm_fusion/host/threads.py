@@ -8,7 +8,8 @@ x86-64, also where there is no hyper-threading, and pins it. Here each such thre
     else the physical cores that the process may use, by its affinity and its control group,
 
 and nothing is pinned: who shares the cores with us is not known. Where torch is loaded, kernels run
-on as many threads of torch's team instead (`team.py`).
+on as many threads of torch's team instead (`team.py`); in a child that a process with threads
+forked, in the thread that calls.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import threading
 from functools import cache
 
 from .cores import available_cores, available_physical_cores, on_all_cores, usable_cores
-from .team import share_team
+from .team import is_alone, share_team
 
 VARIABLES = ("TVM_NUM_THREADS", "OMP_NUM_THREADS")
 _SHARE_ALL_CORES = -3  # TVM's kSpecifyThreadShareAllCore
@@ -41,7 +42,7 @@ def thread_count() -> int:
     Variables and cores are looked up once. A value that is no number of threads, or more than
     there are cores, is not followed, and a warning says so.
     """
-    return asked_threads() or _calibrated or _found_threads()
+    return 1 if is_alone() else asked_threads() or _calibrated or _found_threads()
 
 
 def use_calibrated_threads(count: int | None) -> None:
@@ -68,6 +69,9 @@ def kernel_threads() -> int:
     """
     global settled
     wanted = thread_count()
+    if is_alone():
+        settled = True
+        return wanted
     if share_team(wanted, exactly=asked_threads() is not None):
         settled = True
         return wanted
