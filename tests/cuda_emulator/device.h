@@ -151,6 +151,12 @@ template <class T> static T __shfl_up_sync(unsigned, T v, int delta, int width =
   int own = current->linear % 32, to = own - delta;
   return exchange(v, to >= own / width * width ? to : own);
 }
+static int __reduce_min_sync(unsigned, int v) {
+  int found = v;
+  for (int lane = 0; lane < 32; lane++) found = std::min(found, exchange(v, lane));
+  return found;
+}
+static int __reduce_max_sync(unsigned mask, int v) { return ~__reduce_min_sync(mask, ~v); }
 template <class T> static T __ldg(const T* p) { return *p; }
 template <class T> static T atomicAdd(T* p, T v) { T old = *p; *p = old + v; return old; }
 

@@ -37,7 +37,7 @@ class AttentionShape:
     edges : ends of the range of visible keys that move with the query: 1 causal, 2 a window. Used
         where `visible` is less than 1.
     matching : share of those scores that remain where an equality of what is read for the query and
-        for the key hides the others (documents). The Hopper form leaves these out by tile.
+        for the key hides the others (documents). Forms for tensor cores leave these out by tile.
     transposed : operands lie along queries or keys, which only the Hopper form reads.
     """
 
@@ -129,6 +129,10 @@ LONE_SHARE = 1.17
 
 # What a tile of keys takes longer where others of the range are left out for what they hold.
 MATCH_SECONDS = 1.0e-7
+
+# Tiles of keys from which on a block of the mma.sync form looks for those that match before it
+# begins, and what that takes: latency, and for each key that a thread reads. Not measured.
+MATCH_TILES, MATCH_BLOCK_SECONDS, MATCH_KEY_SECONDS = 8, 1.2e-6, 1.5e-7
 
 # Instructions of conditions on a key, for each score.
 BOUND_INSTRUCTIONS = 4.8
@@ -296,10 +300,22 @@ def _is_wide(shape: AttentionShape, hw: HardwareProfile) -> bool:
 
 def hopper_time(shape: AttentionShape, tile: AttentionTile, hw: HardwareProfile) -> AttentionTime:
     """The time of the Hopper form with one tile."""
-    if shape.matching < 1:
-        share = shape.visible * shape.matching
-        shape = replace(shape, visible=share, edges=max(2, shape.edges))
-    return tiled_time("hopper", shape, tile, hw, 1.0)
+    return tiled_time("hopper", _matching(shape), tile, hw, 1.0)
+
+
+def _matching(shape: AttentionShape) -> AttentionShape:
+    """The shape with what remains where tiles of keys are left out that do not match."""
+    if shape.matching >= 1:
+        return shape
+    share = shape.visible * shape.matching
+    return replace(shape, visible=share, edges=max(2, shape.edges))
+
+
+def looks_for_matches(keys: int | None, block_n: int) -> bool:
+    """Whether blocks of the mma.sync form look for matching tiles among so many keys, or a number
+    that is not known.
+    """
+    return keys is None or keys >= MATCH_TILES * block_n
 
 
 def tiled_time(
@@ -336,7 +352,11 @@ def tiled_time(
 
 def mma_time(shape: AttentionShape, tile: MmaTile, hw: HardwareProfile) -> AttentionTime:
     """The time of the mma.sync form with one tile: one block for each tile of queries."""
-    own = AttentionTile(tile.block_m, tile.block_n)
+    own, looking = AttentionTile(tile.block_m, tile.block_n), 0.0
+    if shape.matching < 1 and looks_for_matches(shape.keys, tile.block_n):
+        read = shape.visible * shape.keys / (tile.warps * hw.warp_size)
+        looking = MATCH_BLOCK_SECONDS + read * MATCH_KEY_SECONDS
+        shape = _matching(shape)
     steps, longest, _ = _steps(shape, own)
     share = MMA_SHARE if hw.architecture.is_rated_by_wgmma else 1.0
     step = _step(shape, own, hw, share / TENSOR_SHARE)
@@ -354,7 +374,7 @@ def mma_time(shape: AttentionShape, tile: MmaTile, hw: HardwareProfile) -> Atten
     total = sum(step.values())
     busy = max(shown * total, *step.values()) * (WIDE_SHOWN if shape.dtype == "float32" else 1.0)
     per_step = busy + MMA_STEP_SECONDS / resident
-    per_tile = MMA_TILE_SECONDS / resident
+    per_tile = (MMA_TILE_SECONDS + looking) / resident
     mean, most = steps * per_step + per_tile, longest * per_step + per_tile
     if longest > steps:
         rounds = max(most, (tiles / hw.num_sms + APART) * mean)

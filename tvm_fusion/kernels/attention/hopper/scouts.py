@@ -1,7 +1,7 @@
 """Scouts of the Hopper attention: warps that look at the keys of coming tiles of queries.
 
     keys       1 1 1 4 4 4 4 | 4 4 9 9 9 9 9 | ...      queries of 4 and 9
-    tiles      from the first to the last with a value within 4 ... 9
+    tiles      from the first to the last with a value within 4 ... 9 (`tiled.matches`)
     runs       4: keys 3 ... 8;  9: keys 9 ... 13;  of a query those of its value
 
 Where each value of the queries has one run of keys, runs are bounds as those of a causal attention:
@@ -11,18 +11,18 @@ than lanes, values are compared point by point.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tvm import tirx
-from tvm.ir import Expr, Var
+from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from ...gemm.hopper.state import wait
 from ...gpu.intrinsics import device_call
-from ...gpu.product_frame import coordinates
 from ...program.expr import dtype_of
 from ..read.bounds import Match
+from ..tiled.matches import GROUP, Matches
 from ..tiled.online_softmax import ALL_LANES, some_lane
 from ..tiled.tiles import kept
 from .state import END, FIRST, MIXED, WARP, WHOLE_END, WHOLE_FIRST, arrive, slot_of
@@ -30,9 +30,6 @@ from .state import END, FIRST, MIXED, WARP, WHOLE_END, WHOLE_FIRST, arrive, slot
 if TYPE_CHECKING:
     from ..tiled.tiles import Tile
     from .state import Kernel
-
-# Groups of a warp's keys, and tiles of keys, whose values are on their way at the same time.
-GROUP = 4
 
 
 def emit_scouts(kernel: Kernel) -> None:
@@ -70,19 +67,14 @@ def from_lane(value: Expr, lane: Expr | int) -> Expr:
     return T.tvm_warp_shuffle(T.uint32(ALL_LANES), value, lane, WARP, WARP)
 
 
-class Search:
+class Search(Matches):
     """Emits the search of one warp; `range` holds the first tile of keys, and the one behind the
     last. A lane less than `count` has a run of keys: `value`, `first`, `last`.
     """
 
     def __init__(self, kernel: Kernel, match: Match):
-        self.kernel, self.match = kernel, match
-        self.attention = kernel.problem.attention
-        self.block_m, self.block_n = kernel.plan.config.block_m, kernel.plan.config.block_n
-        self.lane = T.Bind(kernel.thread % WARP)
+        super().__init__(kernel, match, T.Bind(kernel.thread % WARP))
         dtype = dtype_of(match.query)
-        # Least and largest value of the queries.
-        self.ends = T.alloc_local((2,), dtype)
         self.range = T.alloc_local((2,), "int32")
         self.inside = T.alloc_local((GROUP,), "int32")
         self.skipped = T.alloc_local((1,), "int32")
@@ -104,28 +96,11 @@ class Search:
 
     def find_tiles(self, tile: Tile) -> None:
         """Emits the search for the tiles of keys of a tile of queries."""
-        self._values_of_queries(tile)
+        self.values_of_queries(tile)
         for place, value in ((FIRST, tile.keys.first), (END, tile.keys.end)):
             T.buffer_store(self.range, value, [place])
         self._search(tile, FIRST, lambda i: tirx.Min(self.range[0] + i, self.range[1] - 1))
         self._search(tile, END, lambda i: tirx.Max(self.range[1] - 1 - i, self.range[0]))
-
-    def _values_of_queries(self, tile: Tile) -> None:
-        """The least and the largest value of the queries of a tile."""
-        for i in range(self.block_m // WARP):
-            value = T.Bind(self._query(tile, i))
-            for place, combine in enumerate((tirx.Min, tirx.Max)):
-                found = value if i == 0 else combine(self.ends[place], value)
-                T.buffer_store(self.ends, found, [place])
-        self._across_lanes(self.ends, (tirx.Min, tirx.Max))
-
-    def _across_lanes(self, buffer: Expr, combinations: Sequence[Callable]) -> None:
-        """What all lanes hold in each place, combined."""
-        for lanes in (1, 2, 4, 8, 16):
-            for place, combine in enumerate(combinations):
-                own = buffer[place]
-                other = T.tvm_warp_shuffle_xor(T.uint32(ALL_LANES), own, lanes, WARP, WARP)
-                T.buffer_store(buffer, combine(own, other), [place])
 
     def _search(self, tile: Tile, place: int, number: Callable[[int], Expr]) -> None:
         """Moves one end of the range to a tile that matches, or to the last one left; `number` is
@@ -150,11 +125,8 @@ class Search:
         """Whether this lane finds a value between those of the queries in a tile of keys."""
         first = kept(number * self.block_n + self.lane)
         for part in range(-(-self.block_n // WARP)):
-            fits = T.cast(self._fits(T.Bind(self._key(tile, first + part * WARP))), "int32")
+            fits = T.cast(self.fits(T.Bind(self.key(tile, first + part * WARP))), "int32")
             T.buffer_store(self.inside, T.bitwise_or(self.inside[i], fits) if part else fits, [i])
-
-    def _fits(self, value: Expr) -> Expr:
-        return tirx.And(value >= self.ends[0], value <= self.ends[1])
 
     # ---- runs of keys of one value
 
@@ -167,7 +139,7 @@ class Search:
             T.buffer_store(buffer, T.int32(value) if isinstance(value, int) else value, [0])
         with T.While(tirx.And(self.place[0] < stop, self.mixed[0] == 0)):
             for i in range(GROUP):
-                value = self._key(tile, self.place[0] + (self.lane + i * WARP))
+                value = self.key(tile, self.place[0] + (self.lane + i * WARP))
                 T.buffer_store(self.keys, value, [i])
             for i in range(GROUP):
                 self._runs_of_a_group(start, stop, i)
@@ -194,7 +166,7 @@ class Search:
     def _begin(self, at: Expr, value: Expr) -> None:
         """A run of keys that begins at a key; only those that queries may have are kept."""
         self._close(at - 1)
-        with T.If(self._fits(value)), T.Then():
+        with T.If(self.fits(value)), T.Then():
             again = some_lane(tirx.And(self.lane < self.count[0], tirx.EQ(self.value[0], value)))
             mixed = tirx.Or(again != 0, tirx.EQ(self.count[0], WARP))
             T.buffer_store(self.mixed, T.cast(mixed, "int32"), [0])
@@ -217,12 +189,12 @@ class Search:
         T.buffer_store(self.whole, T.int32(0), [0])
         T.buffer_store(self.whole, self.kernel.N - 1, [1])
         for i in range(self.block_m // WARP):
-            self._row(T.Bind(self._query(tile, i)))
+            self._row(T.Bind(self.query(tile, i)))
             for place, combine in enumerate((tirx.Max, tirx.Min)):
                 T.buffer_store(found.rows, self.row[place], [slot, self.lane + i * WARP, place])
                 own = combine(self.whole[place], self.row[place])
                 T.buffer_store(self.whole, own, [place])
-        self._across_lanes(self.whole, (tirx.Max, tirx.Min))
+        self.across_lanes(self.whole, (tirx.Max, tirx.Min))
         # All tiles at or above 0 are looked at by point.
         mixed = self.mixed[0] != 0
         whole_end = tirx.Min(T.truncdiv(self.whole[1] + 1, block_n), tile.keys.whole_end)
@@ -249,20 +221,3 @@ class Search:
             with T.If(tirx.EQ(run_value, value)), T.Then():
                 for place, end in enumerate(ends):
                     T.buffer_store(self.row, end, [place])
-
-    # ---- what is compared
-
-    def _query(self, tile: Tile, i: int) -> Expr:
-        """The value of the `i`-th query of this lane."""
-        row = tirx.Min(tile.query + (self.lane + i * WARP), self.kernel.M - 1)
-        return self._evaluate(self.match.query, tile, self.attention.queries, row)
-
-    def _key(self, tile: Tile, at: Expr) -> Expr:
-        """The value of a key, or of the last one."""
-        at = tirx.Min(at, self.kernel.N - 1)
-        return self._evaluate(self.match.key, tile, self.attention.keys, at)
-
-    def _evaluate(self, expr: Expr, tile: Tile, axes: Sequence, at: Expr) -> Expr:
-        env: dict[Var, Expr] = dict(tile.axes)
-        env |= coordinates(axes, at, self.kernel.frame)
-        return self.kernel.frame.rewrite(expr, env)

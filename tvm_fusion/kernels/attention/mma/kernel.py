@@ -6,9 +6,10 @@ Each warp of a block has 16 or 32 queries, and their scores, weights and results
     S = Q K[i]^T  (mma.m16n8k16),  online softmax,  O += P V[i]: the scores are the left operand
 
 A warp reads what it multiplies by ldmatrix from swizzled shared memory (Dao, FlashAttention-2,
-2023). Tiles of keys that no query of a block sees are left out; where all are seen, nothing is
-looked at by point. Logits, visibility, softmax and stores are those of the Hopper form. Compiled
-and inspected for sm_80, sm_89 and sm_90a; not timed on sm_80 and sm_89.
+2023). Tiles of keys that no query of a block sees are left out, by bounds and by what is read for
+both (documents); where all are seen, nothing is looked at by point. Logits, visibility, softmax and
+stores are those of the Hopper form. Compiled and inspected for sm_80, sm_89 and sm_90a; not timed
+on sm_80 and sm_89.
 
     config    configurations, shared memory     problem   operands, plan
     memory    copies and fragments
@@ -54,6 +55,7 @@ from ...gpu.memory import shared_pool
 from ...gpu.product_frame import open_kernel
 from ...program.expr import convert, dtype_of
 from ..read.model import Attention
+from ..tiled.matches import matching_tiles
 from ..tiled.online_softmax import Softmax
 from ..tiled.points import Points
 from ..tiled.shape import shape_of, sharing
@@ -210,7 +212,14 @@ class MmaKernel(TiledKernel):
         pool.commit()
         # Left alone, ptxas spills some bytes to make room for another block.
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": self.plan.resident}):
-            _Block(self, self.tile(block)).emit()
+            _Block(self, self._matching(self.tile(block))).emit()
+
+    def _matching(self, tile: Tile) -> Tile:
+        """The tile with the keys that may have a value of its queries."""
+        match, warps = self.plan.match, self.plan.config.warps
+        if match is None:
+            return tile
+        return matching_tiles(self, match, tile, self.thread, warps, self.memory)
 
 
 class _Block:

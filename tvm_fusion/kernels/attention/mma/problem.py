@@ -8,12 +8,20 @@ from ....config import HardwareProfile
 from ....errors import Unsupported
 from ...gpu.product_frame import ceil_div
 from ...program.expr import HALF_DTYPES, bytes_of
-from ..read.bounds import key_range
+from ..read.bounds import Match, key_range, split_match
 from ..read.model import Attention
 from ..tiled.points import Formulas, read_formulas, registers_of_score
 from ..tiled.source import Source, read_source
 from ..tiled.tiles import TiledAttention, TiledPlan, logit_scale, loop_parts
-from .config import MAX_HEAD, OFFSET_REGISTERS, UNIT, AttentionMmaConfig, Layout, resident_blocks
+from ..time import looks_for_matches
+from .config import (
+    MAX_HEAD,
+    OFFSET_REGISTERS,
+    UNIT,
+    AttentionMmaConfig,
+    Layout,
+    resident_blocks,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,11 +44,13 @@ class MmaAttention(TiledAttention):
 class MmaPlan(TiledPlan):
     """What follows from a problem and a configuration.
 
-    `layout` is that of shared memory, `resident` the number of blocks of a multiprocessor.
+    `layout` is that of shared memory, `resident` the number of blocks of a multiprocessor. With a
+    `match`, a block leaves out tiles of keys by what they hold (`tiled.matches`).
     """
 
     layout: Layout
     resident: int
+    match: Match | None
 
 
 def read_mma_attention(attention: Attention, hw: HardwareProfile) -> MmaAttention:
@@ -89,6 +99,8 @@ def make_plan(problem: MmaAttention, config: AttentionMmaConfig, hw: HardwarePro
             f"{c}: {layout.smem_bytes} bytes of shared memory, {hw.smem_per_block_bytes} at most"
         )
     keys = key_range(attention)
+    count = attention.N if isinstance(attention.N, int) else None
+    match = split_match(attention, keys)[0] if looks_for_matches(count, c.block_n) else None
     query_tiles = ceil_div(attention.M, c.block_m)
     parts, points_first = loop_parts(attention, keys, c.block_m, c.block_n)
     return MmaPlan(
@@ -101,4 +113,5 @@ def make_plan(problem: MmaAttention, config: AttentionMmaConfig, hw: HardwarePro
         points_first=points_first,
         layout=layout,
         resident=resident_blocks(layout, hw),
+        match=match,
     )
