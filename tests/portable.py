@@ -1,11 +1,13 @@
 """Kernels of every family for each architecture, to machine code: what nvcc and ptxas say of them.
 
     python -m tests.portable --arch sm_86 --arch sm_120 --only 'gemm/*' --out FILE
+    python -m tests.portable --arch sm_80 --random 200
 
 No GPU is needed. A case is planned with the profile of the card that stands for the architecture,
 its kernels are written, lowered and compiled by the flags of the package. The result has registers
 and spilled bytes of each kernel, and what was refused; the status is 1 if a kernel was, or has
-instructions that are of one architecture alone.
+instructions that are of one architecture alone. Kernels that spill are listed. With `--random`, the
+cases are random problems instead: graphs of Relax operators and programs of torch in turn.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ import tvm
 from tvm.relax import op
 
 from tests.benchmarks.golden import texts
-from tests.benchmarks.golden_cases import cases
+from tests.benchmarks.golden_cases import cases, drawn
+from tests.benchmarks.plans.random_graphs import module_of
 from tests.support.graphs import module
 from tvm_fusion._version import __version__
 from tvm_fusion.config import HardwareProfile, load_policy, resolve_target
@@ -152,6 +155,22 @@ def names() -> list[str]:
     return [*OWN, *NAMED]
 
 
+RANDOM = "drawn/"
+
+
+def random_names(count: int) -> list[str]:
+    """So many random problems."""
+    return [f"{RANDOM}{number}" for number in range(count)]
+
+
+def made(name: str) -> tvm.IRModule:
+    """The module of a case."""
+    if name.startswith(RANDOM):
+        seed, is_program = divmod(int(name.removeprefix(RANDOM)), 2)
+        return drawn(seed) if is_program else module_of(f"random:{seed}")
+    return OWN[name]() if name in OWN else cases()[name].make()
+
+
 def profile_for(arch: str) -> tuple[tvm.target.Target, HardwareProfile]:
     """The target of an architecture and the profile that stands for it where no GPU is."""
     _, hw = resolve_target({"kind": "cuda", "arch": arch})
@@ -161,15 +180,15 @@ def profile_for(arch: str) -> tuple[tvm.target.Target, HardwareProfile]:
 def sources(name: str, arch: str) -> tuple[list[str], dict[str, str]]:
     """The families of a case's groups, and the CUDA sources of its kernels."""
     target, hw = profile_for(arch)
-    made = OWN[name]() if name in OWN else cases()[name].make()
     families, found = set(), {}
-    for function, part in load_functions(made).items():
+    for function, part in load_functions(made(name)).items():
         planned = Planned.of(part, target, hw, load_policy({"probe": "off"}))
         planned, written = texts(planned)
         families |= {group.kernel_class for group in planned.plan.groups}
         found |= {
-            f"{function}.{kernel}": text
-            for kernel, (kind, text) in written.items()
+            f"{function}.{kernel}" + (f"_{number}" if number else ""): text
+            for kernel, (kind, parts) in written.items()
+            for number, text in enumerate(parts)
             if kind == "kernels" and "__global__" in text
         }
     return sorted(families), found
@@ -194,11 +213,11 @@ def compiled(name: str, arch: str, pool: ThreadPoolExecutor) -> Compiled:
     return Compiled(name, arch, families, kernels, wrong)
 
 
-def swept(archs: Iterable[str], pattern: str = "*", jobs: int | None = None) -> list[Compiled]:
-    """All cases of a pattern for each architecture."""
+def swept(archs: Iterable[str], chosen: Iterable[str], jobs: int | None = None) -> list[Compiled]:
+    """The chosen cases for each architecture."""
     found = []
     with ThreadPoolExecutor(jobs or available_cores()) as pool:
-        for name in (name for name in names() if fnmatch(name, pattern)):
+        for name in chosen:
             for arch in archs:
                 found.append(compiled(name, arch, pool))
                 _say(found[-1])
@@ -217,11 +236,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--arch", action="append", help=f"all by default: {ARCHITECTURES}")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="cases by name")
+    parser.add_argument("--random", type=int, metavar="N", help="N random problems instead")
     parser.add_argument("--jobs", type=int, help="compilers at a time, one a core by default")
     parser.add_argument("--out", type=Path, help="where the result is written, as JSON")
     args = parser.parse_args(argv)
     began = time.monotonic()
-    found = swept(args.arch or ARCHITECTURES, args.only, args.jobs)
+    chosen = names() if args.random is None else random_names(args.random)
+    chosen = [name for name in chosen if fnmatch(name, args.only)]
+    found = swept(args.arch or ARCHITECTURES, chosen, args.jobs)
     wrong = [f"{one.case} {one.arch}: {why}" for one in found for why in one.wrong]
     if args.out:
         result = {
@@ -232,6 +254,14 @@ def main(argv: list[str] | None = None) -> int:
         }
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print("\n".join(wrong) or f"{len(found)} cases compile")
+    spilling = [
+        f"{one.case} {one.arch}: {kernel.name} spills {kernel.spill_bytes} bytes"
+        for one in found
+        for kernel in one.kernels
+        if kernel.spill_bytes
+    ]
+    kernels = sum(len(one.kernels) for one in found)
+    print("\n".join([*spilling, f"{len(spilling)} of {kernels} kernels spill"]))
     return int(bool(wrong) or not found)
 
 

@@ -83,15 +83,20 @@ def digests(mod: tvm.IRModule, device: str, policy: Mapping[str, Any]) -> Digest
         planned = Planned.of(part, target, hw, load_policy({"probe": "off", **policy}))
         prefix = f"{function}." if len(functions) > 1 else ""
         planned, sources = texts(planned)
-        for name, (kind, text) in sources.items():
+        for name, (kind, parts) in sources.items():
+            text = "\n".join(parts)
             found[kind][prefix + name] = digest(text)
         found["plan"][function] = digest(replace(planned.plan, versions={}).to_json())
     return found
 
 
-def texts(planned: Planned) -> tuple[Planned, dict[str, tuple[str, str]]]:
-    """The lowered functions of a module and the sources of its kernels, by name, and the plan that
-    was left: groups whose kernels do not lower are cut, as they are in a build.
+Parts = tuple[str, tuple[str, ...]]
+
+
+def texts(planned: Planned) -> tuple[Planned, dict[str, Parts]]:
+    """The lowered functions of a module and the sources of its kernels, each what it is and its
+    texts (a function of TVM's may be several sources), by name, and the plan that was left: groups
+    whose kernels do not lower are cut, as they are in a build.
     """
     target = planned.target
     while True:
@@ -110,16 +115,16 @@ def texts(planned: Planned) -> tuple[Planned, dict[str, tuple[str, str]]]:
             return written.planned, known
 
 
-def _text(name: str, func: tvm.ir.BaseFunc, target: tvm.target.Target) -> tuple[str, str] | None:
-    """What it is, and as text; None for TVM's computation of symbolic sizes, whose order is that of
-    addresses.
+def _text(name: str, func: tvm.ir.BaseFunc, target: tvm.target.Target) -> Parts | None:
+    """What it is, and its texts; None for TVM's computation of symbolic sizes, whose order is that
+    of addresses.
     """
     if not isinstance(func, tirx.PrimFunc):
-        return "calls", func.script()
+        return "calls", (func.script(),)
     if func.attrs.get("tirx.is_host_func", False):
         return None
     units = kernel_sources(func, target, name) if target.kind.name == "cuda" else ()
-    return "kernels", "\n".join(unit.source for unit in units) or func.script()
+    return "kernels", tuple(unit.source for unit in units) or (func.script(),)
 
 
 def digest(text: str) -> str:

@@ -99,7 +99,7 @@ def cases() -> dict[str, Case]:
     found |= {f"exact/{name}": Case(workload[name], exact, "torch") for name in EXACT}
     for seed in range(RANDOM):
         found[f"random/graph_{seed}"] = Case(partial(module_of, f"random:{seed}"))
-        found[f"random/program_{seed}"] = Case(partial(_drawn, seed), needs="torch")
+        found[f"random/program_{seed}"] = Case(partial(drawn, seed), needs="torch")
     found |= {f"symbolic/{name}": Case(partial(_symbolic, name)) for name in SYMBOLIC}
     found |= {f"weights/{name}": Case(partial(_held, name)) for name in WEIGHTS}
     found |= {f"weights/{name}": Case(make, needs="torch") for name, make in MODELS.items()}
@@ -111,7 +111,7 @@ def cases() -> dict[str, Case]:
     return found
 
 
-def _drawn(seed: int) -> tvm.IRModule:
+def drawn(seed: int) -> tvm.IRModule:
     program = draw_program(seed)
     return load((program.module(), program.arguments()))
 
