@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+import tvm_ffi
 from torch import nn
 from torch._higher_order_ops import scan, while_loop
 from tvm import tirx
@@ -126,6 +127,23 @@ def test_a_scan_may_stand_in_a_scan():
     assert len(loops(check(outer, torch.randn(3), torch.randn(4, 5, 3)))) == 1
 
 
+def test_element_wise_operators_are_computed_where_they_are_read_unless_that_repeats_them():
+    def run(h, xs):
+        def step(h, x):
+            y = h
+            for _ in range(24):
+                y = y * y * 0.5 + x
+            z = torch.tanh(y)
+            return z + 1, (z[:, None] * z).sum(0) + z.softmax(0)
+
+        return scan(step, h, xs)
+
+    (loop,) = loops(check(run, torch.rand(5), torch.rand(3, 5)))
+    stores = []
+    tvm_ffi.structural_walk(loop.body, [(tirx.BufferStore, stores.append)])
+    assert 24 < len(stores) < 40
+
+
 def test_sizes_may_be_symbolic():
     model = Cell(5, 7).eval()
     batch, x = torch.export.Dim("batch", max=100), cell_inputs(6)
@@ -218,6 +236,12 @@ def test_a_loop_is_a_kernel_of_one_block_on_a_gpu(case):
         wanted = torch.utils._pytree.tree_leaves(model(*x))
     assert_close(emulated([array_of(y) for y in x]), [array_of(y) for y in wanted])
     assert not emulated.failures
+
+
+def test_long_sums_of_few_are_added_by_warps():
+    emulated = EmulatedModule.of(planned_for_a_gpu(*CASES["large"]()))
+    (text,) = (text for text in emulated.texts() if "scan" in text)
+    assert text.count("__shfl_down_sync(") >= 3 * 5  # a mean, a variance and a sum
 
 
 @pytest.mark.parametrize("case", ["cell", "newton"])

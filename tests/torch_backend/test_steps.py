@@ -124,6 +124,13 @@ def test_steps_of_a_while_loop_are_compiled(modules):
     assert modules
 
 
+def test_a_while_loop_may_count_with_numbers_of_python():
+    def model(x):
+        return while_loop(lambda i, x: i < 5, lambda i, x: (i + 1, torch.sin(x) + x), (0, x))
+
+    check(compiled(model), model, torch.randn(4))
+
+
 def test_a_scan_whose_steps_are_no_loop_is_called_by_torch():
     def model(h, xs):
         return scan(lambda h, x: (h + (x * 2).sort().values, (h * 2).tanh()), h, xs)

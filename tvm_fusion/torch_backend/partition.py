@@ -194,6 +194,8 @@ class _Support(OperatorSupportBase):
             _refuse_values(node)
         except FrontendError as error:
             return first_line(error)
+        if node.kwargs.get("mutated_arg_indices"):
+            return "its steps write into what they are given"
         for given in filter(is_graph, node.all_input_nodes):
             for inner in operator.attrgetter(given.target)(given.graph.owning_module).graph.nodes:
                 why = NO_CONVERTER if inner.target in ONE_BY_ONE else self.why(inner)

@@ -168,6 +168,7 @@ def states_in_shape() -> Iterator[None]:
 
 def _scan(importer: Importer, node: fx.Node) -> relax.Expr:
     """What is carried from row to row of tensors, and what each row gives."""
+    _refuse_writes(node)
     step, *given = node.args[:4]
     carried, rows, others = ([importer.value_of(x) for x in each] for each in given)
     each = [relax.Var("row", relax.TensorType(list(x.ty.shape)[1:], x.ty.dtype)) for x in rows]
@@ -182,6 +183,7 @@ def _scan(importer: Importer, node: fx.Node) -> relax.Expr:
 
 def _while_loop(importer: Importer, node: fx.Node) -> relax.Expr:
     """What is carried from step to step while a condition of it holds."""
+    _refuse_writes(node)
     condition, step, *given = node.args[:4]
     carried, others = ([importer.value_of(x) for x in each] for each in given)
     if not all(map(is_tensor, carried)):
@@ -195,6 +197,11 @@ def _while_loop(importer: Importer, node: fx.Node) -> relax.Expr:
         given = (_types(carried), _types(others))
         made = while_function(_lowered(asked), _lowered(mod), *given)
     return _called(importer, node, made, [*carried, *others])
+
+
+def _refuse_writes(node: fx.Node) -> None:
+    if node.kwargs.get("mutated_arg_indices"):
+        raise FrontendError("its steps write into what they are given: carry it along")
 
 
 def _fake(arg: Any) -> Any:

@@ -44,6 +44,7 @@ from ...transform.lower.ordered_writes import serial, variables_of
 
 THREADS = 128
 MOST_THREADS, WARP = 1024, 32
+TOLD = 6  # terms that a thread adds in the time in which the lanes of a warp add up theirs
 MOST_SHARED = 40 << 10  # bytes that a block takes for what nests tell one another
 
 PLAIN_ATTR = "tvm_fusion.plain"
@@ -122,14 +123,20 @@ def _iteration(
 ) -> tirx.Stmt:
     """One iteration of the loops that are spread, of all by number, with the others around it."""
     kept = [loop for loop in loops if not any(loop.same_as(own) for own in spread)]
-    rest, values = flat, {}
-    for loop in reversed(spread):
-        extent = loop.extent.astype("int64")
-        values[loop.loop_var] = (rest % extent).astype(str(loop.loop_var.ty.dtype))
-        rest = rest // extent
+    values = _values(spread, flat)
     for loop in reversed(kept):
         body = tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, body)
     return tvm_ffi.structural_map(_in_order(body), [(Var, lambda var: values.get(var, var))])
+
+
+def _values(loops: Sequence[tirx.For], flat: Expr) -> dict[Var, Expr]:
+    """The variables of loops in one of all their iterations, by number."""
+    rest, values = flat, {}
+    for loop in reversed(loops):
+        extent = loop.extent.astype("int64")
+        values[loop.loop_var] = (rest % extent).astype(str(loop.loop_var.ty.dtype))
+        rest = rest // extent
+    return values
 
 
 def _bound(var: Var, extent: Expr | int, tag: str, body: tirx.Stmt) -> tirx.For:
@@ -203,8 +210,13 @@ def _threads(nests: Sequence[tirx.Stmt]) -> int:
     def visit(loop: tirx.For) -> None:
         nonlocal most
         loops, body = _loops(loop)
-        total = Analyzer().simplify(_points(_independent(loops, body)))
-        most = max(most, int(total) if isinstance(total, tirx.IntImm) else MOST_THREADS)
+        own = _independent(loops, body)
+        found = _sum_of(loops, own, body)
+        total = Analyzer().simplify(_points(own))
+        total = int(total) if isinstance(total, tirx.IntImm) else MOST_THREADS
+        if found is not None and found.is_by_warps(MOST_THREADS):
+            total *= WARP
+        most = max(most, total)
 
     tvm_ffi.structural_walk(tirx.SeqStmt(list(nests)), [(tirx.For, visit)])
     return min(-(-most // WARP) * WARP, MOST_THREADS)
@@ -273,6 +285,9 @@ class _Steps:
         before = self._wait() if meets else []
         self.read |= read
         self.written |= written
+        found = _sum_of(loops, shared, body)
+        if found is not None and found.is_by_warps(self.threads):
+            return [*before, self._by_warps(found)]
         if not shared:
             first = tirx.EQ(self.thread, tirx.IntImm("int64", 0))
             return [*before, tirx.IfThenElse(first, _in_order(nest), None)]
@@ -284,6 +299,36 @@ class _Steps:
         zero = tirx.IntImm("int64", 0)
         return [*before, tirx.For(turn, zero, turns, tirx.ForKind.SERIAL, made)]
 
+    def _by_warps(self, found: _Sum) -> tirx.Stmt:
+        """Sums of which each is of the lanes of a warp."""
+        warps, dtype = self.threads // WARP, str(found.store.value.ty.dtype)
+        turn, again = (Var(name, PrimType("int64")) for name in ("turn", "again"))
+        part = tirx.decl_buffer((1,), dtype, "part", scope="local", layout=None)
+        here = tirx.BufferLoad(part, [0])
+        lane, element = self.thread % WARP, turn * warps + self.thread // WARP
+        place, own = again * WARP + lane, _values(found.own, element)
+        term = substitute(found.term, own | _values(found.summed, place))
+        adds: tirx.Stmt = tirx.BufferStore(part, here + term, [0])
+        adds = tirx.IfThenElse(place < found.terms, adds, None)
+        statements = [
+            tirx.AllocBuffer(part),
+            tirx.BufferStore(part, tirx.const(0, dtype), [0]),
+            _repeated(again, -(-found.terms // WARP), adds),
+        ]
+        step = WARP // 2
+        while step:
+            args = (tirx.const(0xFFFFFFFF, "uint32"), here, step, WARP, WARP)
+            other = tirx.call_intrin(dtype, "tirx.tvm_warp_shuffle_down", *args)
+            statements.append(tirx.BufferStore(part, here + other, [0]))
+            step //= 2
+        indices = [substitute(i, own) for i in found.store.indices]
+        whole = tirx.BufferLoad(found.store.buffer, indices) + here
+        whole = tirx.BufferStore(found.store.buffer, whole, indices)
+        first = tirx.EQ(lane, tirx.IntImm("int64", 0))
+        statements.append(tirx.IfThenElse(first, whole, None))
+        inside = tirx.IfThenElse(element < found.count, tirx.SeqStmt(statements), None)
+        return _repeated(turn, -(-found.count // warps), inside)
+
     def _wait(self) -> list[tirx.Stmt]:
         if not self.read and not self.written:
             return []
@@ -291,6 +336,60 @@ class _Steps:
         self.written.clear()
         sync = tirx.call_intrin("int32", "tirx.tvm_storage_sync", tvm.ir.StringImm("shared"))
         return [tirx.Evaluate(sync)]
+
+
+def _repeated(var: Var, count: int, body: tirx.Stmt) -> tirx.Stmt:
+    zero, extent = (tirx.IntImm("int64", n) for n in (0, count))
+    return tirx.For(var, zero, extent, tirx.ForKind.SERIAL, body)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A nest that adds terms to elements.
+
+    Attributes
+    ----------
+    store, term : what is stored, and what is added
+    own, summed : loops over elements, and over the terms of each
+    count, terms : how many there are
+    """
+
+    store: tirx.BufferStore
+    term: Expr
+    own: Sequence[tirx.For]
+    summed: Sequence[tirx.For]
+    count: int
+    terms: int
+
+    def is_by_warps(self, threads: int) -> bool:
+        """Whether it takes less time, whatever is read, where each element is a warp's, whose lanes
+        add some of its terms each and tell one another, than where it is a thread's.
+        """
+        of_threads = -(-self.count // threads) * self.terms
+        of_warps = -(-self.count // (threads // WARP)) * (-(-self.terms // WARP) + TOLD)
+        return of_warps * 2 < of_threads
+
+
+def _sum_of(loops: Sequence[tirx.For], own: Sequence[tirx.For], body: tirx.Stmt) -> _Sum | None:
+    """A nest as a sum whose terms may be added in any order; None where it is none."""
+    if not isinstance(body, tirx.BufferStore) or not isinstance(body.value, tirx.Add):
+        return None
+    summed = [loop for loop in loops if not any(loop.same_as(other) for other in own)]
+    before, term = body.value.a, body.value.b
+    is_same = isinstance(before, TensorLoad) and before.source.same_as(body.buffer)
+    if not is_same or str(term.ty.dtype) not in ("float32", "float64", "int32", "int64"):
+        return None
+    if not all(map(tvm_ffi.structural_equal, before.indices, body.indices)):
+        return None
+    variables = {loop.loop_var for loop in summed}
+    if body.buffer in _buffers(term, TensorLoad) or not summed:
+        return None
+    if any(variables.intersection(variables_of(index)) for index in body.indices):
+        return None
+    if not all(_starts_at_zero(loop) and isinstance(loop.extent, tirx.IntImm) for loop in loops):
+        return None
+    count, terms = (math.prod(int(loop.extent) for loop in each) for each in (own, summed))
+    return _Sum(body, term, own, summed, count, terms)
 
 
 def _is_shared_within(nest: tirx.Stmt) -> bool:

@@ -17,6 +17,8 @@ Does not handle: calls of packed functions, casts of shapes, and branches within
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -298,6 +300,7 @@ class _Loop:
         tuple
             Statements that are the same in each step, the others, and the results.
         """
+        mod = _fused(mod)
         main, given = mod["main"], [*changing, *same]
         walk = _Walk(self, _plain(mod), _sizes_of(main.params, given))
         walk.known = dict(zip(main.params, given, strict=True))
@@ -481,13 +484,15 @@ def _plain(mod: tvm.IRModule) -> dict[tvm.ir.GlobalVar, tirx.PrimFunc]:
 
 
 def _ordered(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """A function whose sums begin apart, in nests of their own, and run along the rows of what they
-    add up where these are rows of the result, too, as vectors can.
+    """A function whose tensors that are read once are computed where they are read, and whose sums
+    begin apart, in nests of their own, and run along the rows of what they add up where these are
+    rows of the result, too, as vectors can.
     """
     is_root = isinstance(func.body, s_tir.SBlockRealize) and func.body.block.name_hint == "root"
     if not is_root:
         return func
     schedule = s_tir.Schedule(func)
+    _read_where_computed(schedule)
     for block in schedule.get_child_blocks(schedule.get_sblock("root")):
         node, loops = schedule.get(block), schedule.get_loops(block)
         if node.init is None or len(loops) != len(node.iter_vars):
@@ -501,15 +506,45 @@ def _ordered(func: tirx.PrimFunc) -> tirx.PrimFunc:
         summed = [
             x for x, kind in zip(loops, kinds, strict=True) if kind == tirx.IterVar.CommReduce
         ]
-        if not own or len(own) + len(summed) != len(loops):
+        if len(own) + len(summed) != len(loops):
             continue
         try:
-            if _reads_rows(node):
+            if own and _reads_rows(node):
                 schedule.reorder(*own[:-1], *summed, own[-1])
             schedule.decompose_reduction(block, schedule.get_loops(block)[0])
         except s_tir.ScheduleError:
             continue  # it keeps its loops
     return schedule.mod["main"]
+
+
+def _read_where_computed(schedule: s_tir.Schedule) -> None:
+    """Inlines what one block reads, as often as it is computed and at one place."""
+    blocks = schedule.get_child_blocks(schedule.get_sblock("root"))
+    nodes = [schedule.get(block) for block in blocks]
+    loads: Counter[Var] = Counter()
+    readers: dict[Var, s_tir.SBlock] = {}
+    for node in nodes:
+        found: list[TensorLoad] = []
+        tvm_ffi.structural_walk(node.body, [(TensorLoad, found.append)])
+        for load in found:
+            loads[load.source] += 1
+            readers[load.source] = node
+    for block, node in zip(blocks, nodes, strict=True):
+        written = [region.source for region in node.writes]
+        if node.init is not None or len(written) != 1 or loads[written[0]] != 1:
+            continue
+        if _points(node) == _points(readers[written[0]]) is not None:
+            try:
+                schedule.compute_inline(block)
+            except s_tir.ScheduleError:
+                continue  # it gives a result, too
+
+
+def _points(block: s_tir.SBlock) -> int | None:
+    """How often a block runs; None where a size is symbolic."""
+    extents = [axis.dom.extent for axis in block.iter_vars]
+    known = all(isinstance(extent, tirx.IntImm) for extent in extents)
+    return math.prod(map(int, extents)) if known else None
 
 
 def _reads_rows(block: s_tir.SBlock) -> bool:
