@@ -15,15 +15,24 @@ TARGET_HELP = "llvm, cuda, a device like nvidia_h200, or a profile"
 POLICY_HELP = "default, conservative, aggressive, a .toml file, or KEY=VALUE[,KEY=VALUE]"
 
 
+_SIZES = "sizes."
+
+
 def policy_of(text: str | None) -> Any:
-    """A policy's name or path, or the mapping that KEY=VALUE,... spells."""
+    """A policy's name or path, or the mapping that KEY=VALUE,... spells; sizes.NAME=1:16:512 is a
+    list.
+    """
     if text is None or "=" not in text:
         return text
-    policy = {}
+    policy: dict[str, Any] = {}
     for item in text.split(","):
         key, separator, value = (part.strip() for part in item.partition("="))
         if not separator:
             raise ConfigError(f"--policy: expected KEY=VALUE, got {item!r}")
+        if key.startswith(_SIZES):
+            sizes = policy.setdefault("sizes", {})
+            sizes[key.removeprefix(_SIZES)] = [_literal(size) for size in value.split(":")]
+            continue
         policy[key] = _literal(value)
     return policy
 

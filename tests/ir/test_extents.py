@@ -25,6 +25,14 @@ def test_bounds_of_an_extent_follow_from_those_of_its_symbols(extent, wanted):
     assert bounds_within(extent, KNOWN) == wanted
 
 
+def test_hints_are_told_of_extents_of_one_symbol():
+    known = {N: Bounds(hints=(1, 16, 512)), M: Bounds(hints=(3,))}
+    assert bounds_within(N * 12, known).hints == (12, 192, 6144)
+    assert bounds_within(N // 8, known).hints == (2, 64)
+    assert bounds_within(N + M, known).hints == ()
+    assert bounds_within(N, known).or_of(bounds_within(M, known)).hints == (1, 3, 16, 512)
+
+
 @pytest.mark.parametrize(
     ("bounds", "nearest"),
     [
@@ -51,5 +59,6 @@ def test_a_function_notes_the_bounds_of_its_sizes():
     func = tirx.PrimFunc([x], tirx.Evaluate(0))
     assert with_known_sizes(func, {}).same_as(func)
     assert known_sizes(func) == {}
-    assert known_sizes(with_known_sizes(func, KNOWN)) == KNOWN
+    for known in (KNOWN, {N: Bounds(hints=(1, 16)), M: Bounds(3)}):
+        assert known_sizes(with_known_sizes(func, known)) == known
     assert known_sizes(with_known_sizes(func, {M: Bounds(3)})) == {M: Bounds(3)}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from .toml import fingerprint, number
+from .toml import fingerprint, lists, number
 
 _CHOICES = {
     "rounding": ("fast", "exact"),
@@ -83,6 +83,10 @@ class Policy:
         Regions of at most so many operators are solved exactly.
     search_evaluations : int
         Groups that the search may evaluate to improve one region.
+    sizes : pairs of str and tuple of int
+        Symbolic sizes by name, and those at which their kernels for a GPU must be the fastest. In a
+        file or a mapping: a table of lists, ``{"tokens": [1, 16, 512, 4096]}``. A name is that of a
+        `torch.export.Dim`, of an axis of an input ("x.0"), or of a symbol of the module.
     """
 
     name: str
@@ -106,6 +110,7 @@ class Policy:
     beam_width: int = number("count")
     exact_ops: int = number("count")
     search_evaluations: int = number("count")
+    sizes: tuple[tuple[str, tuple[int, ...]], ...] = lists()
 
     def __post_init__(self) -> None:
         for key, choices in _CHOICES.items():
@@ -122,4 +127,4 @@ class Policy:
 
     def fingerprint(self) -> str:
         """Return a hash of all values but the name."""
-        return fingerprint(self, without=("name",))
+        return fingerprint(self, without=("name", *(() if self.sizes else ("sizes",))))

@@ -29,6 +29,11 @@ def table(unit: str) -> Any:
     return field(metadata={"unit": unit, "table": True}, hash=False)
 
 
+def lists() -> Any:
+    """Field of lists of whole numbers by name, none by default: as pairs of a name and a tuple."""
+    return field(default=(), metadata={"lists": True})
+
+
 def config_folder() -> Traversable:
     """configs/ inside the installed package, or beside the package in a source checkout."""
     installed = resources.files("tvm_fusion") / "configs"
@@ -57,6 +62,8 @@ def parse(cls: type, data: dict[str, Any], where: str, strict: bool, partial: bo
 
 def _value(spec: Any, raw: Any, where: str, strict: bool) -> Any:
     unit = spec.metadata.get("unit")
+    if spec.metadata.get("lists"):
+        return _lists(raw, where)
     if unit is None:
         return _plain(spec.type, raw, where)
     if isinstance(raw, Mapping):
@@ -68,6 +75,19 @@ def _value(spec: Any, raw: Any, where: str, strict: bool) -> Any:
             raise ConfigError(f"{where}: expected a table of numbers, got {raw!r}")
         return MappingProxyType({k: _plain(float, v, f"{where}.{k}") for k, v in raw.items()})
     return _plain(spec.type, raw, where)
+
+
+def _lists(raw: Any, where: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    found = dict(raw) if isinstance(raw, Mapping | tuple) else None
+    if found is None:
+        raise ConfigError(f"{where}: expected a table of lists of whole numbers, got {raw!r}")
+    for name, numbers in found.items():
+        many = isinstance(numbers, list | tuple) and bool(numbers)
+        if not many or not all(type(n) is int and n > 0 for n in numbers):
+            raise ConfigError(
+                f"{where}.{name}: expected a list of whole numbers above 0, got {numbers!r}"
+            )
+    return tuple((str(name), tuple(sorted(set(found[name])))) for name in sorted(found))
 
 
 def _unwrap(raw: Mapping[str, Any], unit: str, where: str) -> Any:

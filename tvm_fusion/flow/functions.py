@@ -11,9 +11,11 @@ from typing import Any
 import tvm
 
 from ..config import HardwareProfile, Policy, load_policy, resolve_target
+from ..config.toml import nearest
 from ..errors import InputError, PlanError
 from ..frontends import load_functions
 from ..host.stages import stage
+from ..ir.extents import Bounds, bounds_of, named_sizes
 from ..ir.weights import with_stand_ins
 from ..plan.plan import FusionPlan, load_plans
 from ..transform.apply.write_kernels import Tuned
@@ -76,6 +78,7 @@ def read_functions(
     how = {"dynamic_shapes": dynamic_shapes, "keep_formats": takes_formats(tvm_target)}
     with stage("reading the model"):
         mods = with_stand_ins(load_functions(model, example_inputs, **how))
+    _check_sizes(policy, mods)
     plans = _plan_of_each(given, list(mods))
     return ReadModel(mods, tvm_target, hw, policy, plans, chosen)
 
@@ -112,6 +115,25 @@ def errors_naming(function: str) -> Iterator[None]:
         if function == "main":
             raise
         raise type(error)(f"function {function}: {error}") from error
+
+
+def _check_sizes(policy: Policy, mods: Mapping[str, tvm.IRModule]) -> None:
+    """Raises InputError where the policy names a size that no function has, or a value that it
+    never has.
+    """
+    mains = [mod["main"] for mod in mods.values()]
+    known = dict.fromkeys(name for main in mains for name in named_sizes(main))
+    for name, values in policy.sizes:
+        if name not in known:
+            has = f"its sizes: {', '.join(known)}" if known else "it has no symbolic size"
+            raise InputError(
+                f"policy: sizes: the model has no {name!r}{nearest(name, known)}; {has}"
+            )
+        for main in mains:
+            bounds = bounds_of(main).get(named_sizes(main).get(name, ""), Bounds())
+            refused = [(n, why) for n in values if (why := bounds.refusal(n)) is not None]
+            if refused:
+                raise InputError(f"policy: sizes: {name} is never {refused[0][0]}: {refused[0][1]}")
 
 
 def _read_plans(plan: Plans) -> FusionPlan | dict[str, FusionPlan | None] | None:

@@ -28,6 +28,7 @@ from ..errors import PlanError
 from ..host.stages import stage
 from ..ir import convention, origins
 from ..ir.convention import Convention
+from ..ir.extents import with_hints
 from ..ir.graph import FusionGraph, build_graph
 from ..ir.origins import Origins
 from ..kernels import registry
@@ -151,6 +152,7 @@ class Planned:
         """
         mod, known = origins.taken_from(mod)
         mod, seen = convention.taken_from(mod)
+        mod = with_hints(mod, policy.sizes)
         source, given = Source(mod, target, hw, policy, function, known, seen), read_plan(plan)
         of_caller = given is not None
         if of_caller:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import tvm
+import tvm_ffi
 from tvm import relax, sym, tirx
 from tvm.ir import Expr, Var
 
@@ -21,7 +23,9 @@ UPPER_BOUNDS_ATTR = "tir_var_upper_bound"
 MULTIPLES_ATTR = "tvm_fusion.multiples"  # of what each value is a multiple
 SIZES_ATTR = "tvm_fusion.sizes"
 """On the PrimFunc of a group: least, most and multiple of each symbolic size of its parameters, in
-the order of `symbols_of`; a most of -1 is none."""
+the order of `symbols_of`, and behind these its hints; a most of -1 is none."""
+HINTS_ATTR = "tvm_fusion.hints"  # at which values of each symbol kernels must be the fastest
+DIMS_ATTR = "tvm_fusion.dims"  # what the caller calls symbols, until these are looked up
 UNBOUNDED_BELOW = 2  # what torch.export may note as the least of a size without a lower bound
 ASSUMED_SYMBOLIC_EXTENT = 128  # a size for n when only the cost is asked; legality never uses it
 
@@ -37,11 +41,14 @@ class Bounds:
         Both are among them; None where there is no bound.
     multiple : int
         Of which each value is a multiple.
+    hints : tuple of int
+        Values at which kernels must be the fastest, in order.
     """
 
     least: int = 0
     most: int | None = None
     multiple: int = 1
+    hints: tuple[int, ...] = ()
 
     def refusal(self, value: int) -> str | None:
         """What is wrong with a value; None if it is one of them."""
@@ -61,13 +68,13 @@ class Bounds:
         """What a value has that is one of these or of others."""
         most = None if self.most is None or other.most is None else max(self.most, other.most)
         least, multiple = min(self.least, other.least), math.gcd(self.multiple, other.multiple)
-        return Bounds(least, most, multiple)
+        return Bounds(least, most, multiple, tuple(sorted({*self.hints, *other.hints})))
 
 
 def bounds_attrs(func: relax.Function) -> dict[str, Any]:
     """The attributes of a function that have the bounds of its symbols, by their names."""
     attrs = func.attrs or {}
-    keys = LOWER_BOUNDS_ATTR, UPPER_BOUNDS_ATTR, MULTIPLES_ATTR
+    keys = LOWER_BOUNDS_ATTR, UPPER_BOUNDS_ATTR, MULTIPLES_ATTR, HINTS_ATTR
     return {key: attrs[key] for key in keys if key in attrs}
 
 
@@ -85,6 +92,44 @@ def bounds_of(func: relax.Function) -> dict[str, Bounds]:
         bounds = Bounds(low, most.get(symbol), multiple.get(symbol, 1))
         if bounds != Bounds():
             found[symbol] = bounds
+    return found
+
+
+def hints_of(func: relax.Function) -> dict[str, tuple[int, ...]]:
+    """The hints for a function's symbols, by their names."""
+    hints = (func.attrs or {}).get(HINTS_ATTR, {})
+    return {str(name): tuple(map(int, values)) for name, values in hints.items()}
+
+
+def named_sizes(func: relax.Function) -> dict[str, str]:
+    """The symbols of a function's parameters by all that callers may call them: what they are
+    called themselves, an axis of a parameter ("x.0"), a name that was noted (`DIMS_ATTR`).
+    """
+    found = {}
+    for param in func.params:
+        shape = getattr(param.ty, "shape", None)
+        for axis, extent in enumerate(shape.values if isinstance(shape, relax.ShapeExpr) else ()):
+            if isinstance(extent, Var):
+                found |= {f"{param.name}.{axis}": extent.name, extent.name: extent.name}
+    dims = (func.attrs or {}).get(DIMS_ATTR, {})
+    return found | {str(name): str(symbol) for name, symbol in dims.items()}
+
+
+def with_hints(mod: tvm.IRModule, sizes: Iterable[tuple[str, tuple[int, ...]]]) -> tvm.IRModule:
+    """A module whose `main` has the hints for those of `sizes` that are its own, by the symbols'
+    own names.
+    """
+    main = mod["main"]
+    names = named_sizes(main)
+    hints = {names[name]: list(values) for name, values in sizes if name in names}
+    noted = bool(main.attrs) and DIMS_ATTR in main.attrs
+    if not hints and not noted:
+        return mod
+    main = main.without_attr(DIMS_ATTR) if noted else main
+    found = mod.clone()
+    found.update_func(
+        mod.get_global_var("main"), main.with_attr(HINTS_ATTR, hints) if hints else main
+    )
     return found
 
 
@@ -112,12 +157,23 @@ def bounds_within(extent: Extent | Expr, known: Mapping[Var, Bounds]) -> Bounds:
     """Which values an extent may have, by the bounds of its symbols."""
     if isinstance(extent, int):
         return Bounds(extent, extent)
-    analyzer = _analyzer({s: known.get(s, Bounds()) for s in symbols_of([extent])})
+    symbols = symbols_of([extent])
+    analyzer = _analyzer({s: known.get(s, Bounds()) for s in symbols})
     bound, modular = analyzer.const_int_bound(extent), analyzer.modular_set(extent)
     least, most = int(bound.min_value), int(bound.max_value)
     multiple = math.gcd(int(modular.coeff), int(modular.base))
     bounded = most < int(sym.ConstIntBound.POS_INF)
-    return Bounds(max(least, 0), most if bounded else None, max(multiple, 1))
+    hints = known[symbols[0]].hints if len(symbols) == 1 and symbols[0] in known else ()
+    values = {int(_at(extent, symbols[0], value)) for value in hints}
+    values = tuple(sorted(value for value in values if value > 0))
+    return Bounds(max(least, 0), most if bounded else None, max(multiple, 1), values)
+
+
+def _at(extent: Expr, symbol: Var, value: int) -> Expr:
+    """An extent where its symbol has a value."""
+    number = tirx.IntImm(str(symbol.ty.dtype), value)
+    known = (Var, lambda var: number if var.same_as(symbol) else var)
+    return sym.Analyzer().simplify(tvm_ffi.structural_map(extent, [known]))
 
 
 def known_sizes(func: tirx.PrimFunc) -> dict[Var, Bounds]:
@@ -127,8 +183,8 @@ def known_sizes(func: tirx.PrimFunc) -> dict[Var, Bounds]:
     noted = (func.attrs or {}).get(SIZES_ATTR, ())
     found = {}
     for symbol, one in zip(sizes_of(func), noted, strict=bool(noted)):
-        least, most, multiple = map(int, one)
-        found[symbol] = Bounds(least, None if most < 0 else most, multiple)
+        least, most, multiple, *hints = map(int, one)
+        found[symbol] = Bounds(least, None if most < 0 else most, multiple, tuple(hints))
     return {symbol: bounds for symbol, bounds in found.items() if bounds != Bounds()}
 
 
@@ -137,7 +193,7 @@ def with_known_sizes(func: tirx.PrimFunc, bounds: Mapping[Var, Bounds]) -> tirx.
     found = [bounds.get(symbol, Bounds()) for symbol in sizes_of(func)]
     if all(one == Bounds() for one in found):
         return func
-    noted = [[b.least, -1 if b.most is None else b.most, b.multiple] for b in found]
+    noted = [[b.least, -1 if b.most is None else b.most, b.multiple, *b.hints] for b in found]
     return func.with_attr(SIZES_ATTR, noted)
 
 

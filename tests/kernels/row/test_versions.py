@@ -85,6 +85,7 @@ def test_each_range_of_lengths_is_right_at_its_edges(name, monkeypatch):
         ("softmax", Bounds(24, 1000, 8)),
         ("layernorm", Bounds(100, 1003)),
         ("layernorm", Bounds(0, 1 << 20, 4)),
+        ("softmax", Bounds(0, 5000, 1, (8, 100))),
     ],
     ids=str,
 )
@@ -102,7 +103,7 @@ def test_rows_within_bounds_have_no_kernel_for_others(name, bounds):
     last = min(beyond, 1200) // bounds.multiple * bounds.multiple
     lengths = {bounds.nearest(1), last, last - bounds.multiple}
     lengths |= {edge + off for edge in edges for off in (-8, -1, 0, 1, 8)}
-    for length in sorted(n for n in lengths if n <= 1200 and bounds.refusal(n) is None):
+    for length in sorted(n for n in lengths if 0 < n <= 1200 and bounds.refusal(n) is None):
         rng = np.random.default_rng(length)
         inputs = [rng.standard_normal(shape).astype(HALF) for shape in shapes(length)]
         y = poisoned((rows, length), HALF)

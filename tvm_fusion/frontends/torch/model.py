@@ -12,11 +12,11 @@ import io
 import logging
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tvm import relax
+from tvm import relax, tirx
 from tvm.ir import IRModule
 
 from ...errors import FrontendError
@@ -30,6 +30,7 @@ except ImportError as error:
     ) from error
 
 from ...ir.convention import with_convention
+from ...ir.extents import DIMS_ATTR
 from ...ir.origins import Origin, with_origins
 from ...transform.layouts.memory_formats import with_formats
 from ..finish import checked_module, cleaned, first_line
@@ -120,7 +121,41 @@ def from_module(
     """
     where = f"torch module {type(model).__name__}"
     program = exported(model, example_inputs, dynamic_shapes)
-    return from_exported_program(program, where, keep_formats, keep_convention)
+    mod = from_exported_program(program, where, keep_formats, keep_convention)
+    return _with_dims(mod, program.graph_signature.user_inputs, dynamic_shapes)
+
+
+def _with_dims(mod: IRModule, names: Collection[Any], dynamic_shapes: Any) -> IRModule:
+    """The module with what the caller calls its sizes, as far as `dynamic_shapes` says which inputs
+    have them.
+    """
+    params = {param.name: param for param in mod["main"].params}
+    inputs, dims = list(_axes_of_each(dynamic_shapes)), {}
+    for name, axes in zip(names, inputs, strict=True) if len(inputs) == len(names) else ():
+        for axis, dim in axes.items():
+            if isinstance(dim, torch.export.Dim) and name in params:
+                extent = params[name].ty.shape.values[axis]
+                dims |= {dim.__name__: extent.name} if isinstance(extent, tirx.Var) else {}
+    if dims:
+        mod["main"] = mod["main"].with_attr(DIMS_ATTR, dims)
+    return mod
+
+
+def _axes_of_each(shapes: Any) -> Iterator[Mapping[int, Any]]:
+    """The axes that `dynamic_shapes` names of each input, in the order of these."""
+    if shapes is None:
+        yield {}
+    elif isinstance(shapes, Mapping) and all(isinstance(axis, int) for axis in shapes):
+        yield shapes
+    elif isinstance(shapes, list | tuple) and any(_is_axis(one) for one in shapes):
+        yield dict(enumerate(shapes))
+    else:
+        for one in shapes.values() if isinstance(shapes, Mapping) else shapes:
+            yield from _axes_of_each(one)
+
+
+def _is_axis(one: Any) -> bool:
+    return one is not None and not isinstance(one, Mapping | list | tuple)
 
 
 def exported(

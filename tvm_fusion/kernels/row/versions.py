@@ -64,7 +64,8 @@ class _Lengths(NamedTuple):
     @property
     def are_held(self) -> bool:
         """Whether no row is longer than those that are asked about."""
-        return self.bounds.most is not None and self.bounds.most <= COLUMNS[-1]
+        most, of = self.bounds.most, self.bounds.multiple
+        return most is not None and most // of * of <= self.ends[-1]
 
 
 def write_row_versions(
@@ -151,7 +152,8 @@ def _branches(
         found = [*found[:-1], last]
         if not lengths.are_held:
             # no row beyond those that were asked about fits into registers for sure
-            found.append(Version(_streamed(program, work, hw), None))
+            longest = replace(work, columns=lengths.bounds.nearest(COLUMNS[-1]))
+            found.append(Version(_streamed(program, longest, hw), None))
     least = lengths.bounds.least
     for place, version in enumerate(found, 1):
         config = version.config
@@ -189,9 +191,8 @@ def length_tables(
     ]
 
 
-def _streamed(program: Program, work: RowWork, hw: HardwareProfile) -> RowConfig:
-    """The best guess for rows longer than all of `COLUMNS`."""
-    longest = replace(work, columns=COLUMNS[-1])
+def _streamed(program: Program, longest: RowWork, hw: HardwareProfile) -> RowConfig:
+    """The best guess for rows longer than those that were asked about."""
     configs = candidates_of(program, longest, hw)
     return ranked([c for c in configs if c.form is Form.LOOP], longest, hw)[0][1]
 

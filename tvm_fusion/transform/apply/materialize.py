@@ -26,7 +26,14 @@ import tvm_ffi
 from tvm import relax, s_tir, tirx
 
 from ...errors import PlanError
-from ...ir.extents import Bounds, bounds_of, bounds_within, symbols_of, with_known_sizes
+from ...ir.extents import (
+    Bounds,
+    bounds_of,
+    bounds_within,
+    hints_of,
+    symbols_of,
+    with_known_sizes,
+)
 from ...ir.graph import FusionGraph, OpKind, bits
 from ...plan.differ import in_order
 from ...plan.group_view import GroupView
@@ -154,7 +161,11 @@ def _note_sizes(
     """Adds the sizes that a function calls PrimFuncs with to those that are `found`."""
     named = bounds_of(func)
     given = {s for p in func.params for s in relax.analysis.tir_vars_in_type(p.ty)}
-    known = {symbol: named[symbol.name] for symbol in given if symbol.name in named}
+    hints, known = hints_of(func), {}
+    for symbol in given:
+        if symbol.name in named or symbol.name in hints:
+            bounds = named.get(symbol.name, Bounds())
+            known[symbol] = replace(bounds, hints=hints.get(symbol.name, ()))
 
     def visit(call: relax.Expr) -> None:
         if not isinstance(call, relax.Call):
