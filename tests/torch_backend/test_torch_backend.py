@@ -204,6 +204,27 @@ def test_outputs_that_are_views_of_inputs_stay_views(modules):
     assert len(modules) == 1
 
 
+def test_results_that_are_views_of_one_tensor_share_its_memory(modules):
+    def function(x):
+        y = x.exp()
+        return y[0], y.t(), y[1], y.view(-1)[1:3]
+
+    x = torch.randn(2, 3)
+    given, wanted = compiled(function)(x), function(x)
+    for results in (given, wanted):
+        results[0].zero_()
+        results[2].add_(1)
+    torch.testing.assert_close(given, wanted)
+    assert len(modules) == 1
+
+
+def test_tensors_that_are_neither_on_a_cpu_nor_on_a_gpu_are_left_to_torch(modules):
+    with pytest.warns(UserWarning, match="has a tensor on meta: it runs in eager mode"):
+        result = compiled(lambda x: (x * 2).sum(0))(torch.empty(3, 4, device="meta"))
+    assert (result.device.type, result.shape) == ("meta", (4,))
+    assert not modules
+
+
 def test_weights_that_are_written_to_are_seen(modules):
     model = mlp()
     run = compiled(model)

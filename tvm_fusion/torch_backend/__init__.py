@@ -82,6 +82,14 @@ def backend(
             stacklevel=2,
         )
         return graph.forward
+    elsewhere = {x.device.type for x in tensors} - {"cpu", "cuda"}
+    if elsewhere:
+        warnings.warn(
+            f"tvm_fusion compiles for CPUs and for CUDA, and a graph has a tensor on "
+            f"{min(elsewhere)}: it runs in eager mode",
+            stacklevel=2,
+        )
+        return graph.forward
     if any(x.is_neg() or x.is_conj() for x in tensors):
         warnings.warn(
             "tvm_fusion: an input is a conjugate or a negative that PyTorch only marks: the graph "

@@ -19,6 +19,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations, starmap
 from typing import Any
 
 import torch
@@ -108,12 +109,13 @@ def partitioned(graph: fx.GraphModule, refused: Mapping[str, str]) -> Partition:
         node.meta[NAME] = node.name
         if node.op == "get_attr" and "val" not in node.meta:
             node.meta["val"] = operator.attrgetter(node.target)(whole)
+    shared = _shared(whole.graph)
     writes = _take_off_writes(whole.graph)
     _read_sizes_off_inputs(whole.graph)
     support = _Support(refused)
     outside = [Refused(node, why) for node in whole.graph.nodes if (why := support.why(node))]
     count = sum(map(is_operator, whole.graph.nodes))
-    _repeat_views_outside(whole.graph, support)
+    _repeat_views_outside(whole.graph, support, shared)
     _keep_order(whole.graph, support)
     partitioner = CapabilityBasedPartitioner(whole, support, allows_single_node_partition=True)
     proposed = [p for p in partitioner.propose_partitions() if any(map(_computes, p.nodes))]
@@ -376,16 +378,48 @@ def _read_sizes_off_inputs(graph: fx.Graph) -> None:
             graph.find_nodes(op="placeholder")[-1].append(node)
 
 
-def _repeat_views_outside(graph: fx.Graph, support: _Support) -> None:
+def _shared(graph: fx.Graph) -> set[fx.Node]:
+    """What several results are views of that have elements in common: what is written to one of
+    them is to be seen in the others.
+    """
+    (results,) = graph.output_node().args
+    views: dict[fx.Node, list[fx.Node]] = {}
+    for node in dict.fromkeys(n for n in results if isinstance(n, fx.Node)):
+        if viewing(node) is not None:
+            views.setdefault(root(node), []).append(node)
+    return {
+        whole
+        for whole, made in views.items()
+        if any(starmap(_may_overlap, combinations([n.meta.get("val") for n in made], 2)))
+    }
+
+
+def _may_overlap(a: Any, b: Any) -> bool:
+    """Whether two views of a tensor may have elements in common."""
+    if not _is_tensor(a) or not _is_tensor(b):
+        return False
+    ranges = []
+    for x in (a, b):
+        known = [*x.shape, *x.stride(), x.storage_offset()]
+        if not all(isinstance(n, int) for n in known):
+            return True
+        steps = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        first, size = x.storage_offset(), x.element_size()
+        ranges.append((first * size, (first + steps + 1) * size, x.numel() > 0))
+    (first, end, some), (other, other_end, others) = ranges
+    return some and others and first < other_end and other < end
+
+
+def _repeat_views_outside(graph: fx.Graph, support: _Support, shared: set[fx.Node]) -> None:
     """Have views made by torch where it reads them, if that is free: views of what parts do not
-    make, or return anyhow. Views with gaps in memory have to be.
+    make, or return anyhow. Views with gaps in memory have to be, and those of what is `shared`.
     """
     for node in reversed(list(graph.nodes)):
         if viewing(node) is None or not support(node):
             continue
         readers = [user for user in node.users if not support(user)]
         whole = root(node)
-        free = not support(whole) or not all(map(support, whole.users))
+        free = not support(whole) or whole in shared or not all(map(support, whole.users))
         if readers and (free or _has_gaps(node.meta.get("val"))):
             with graph.inserting_after(node):
                 twin = graph.node_copy(node, lambda n: n)
