@@ -2,6 +2,8 @@
 
 import pytest
 
+import tvm_fusion
+
 from ..support.frontend_tools import check
 
 torch = pytest.importorskip("torch")
@@ -52,3 +54,19 @@ def test_divisions_are_rounded_as_in_torch():
         lambda a, b: (a % b, a // b, torch.fmod(a, b), torch.div(a, b, rounding_mode="trunc")), A, B
     )
     check(lambda a, b: (a % b, a // b), torch.tensor([7, -7, 7, -7]), torch.tensor([2, 2, -3, -3]))
+
+
+def test_places_along_an_axis_of_symbolic_size():
+    class Places(torch.nn.Module):
+        def forward(self, x):
+            return torch.argmax(x, 1), torch.argmin(x), *torch.max(x, 1)
+
+    columns = {1: torch.export.Dim("columns", min=1, max=100)}
+    compiled = tvm_fusion.compile(
+        Places(), "llvm", example_inputs=(torch.randn(3, 7),), dynamic_shapes=(columns,)
+    )
+    for size in (1, 6, 100):
+        x = torch.randn(3, size)
+        x[1, size // 2] = x[2, size - 1] = NAN
+        for found, wanted in zip(compiled(x), Places()(x), strict=True):
+            torch.testing.assert_close(found, wanted, equal_nan=True, rtol=0, atol=0)

@@ -27,6 +27,7 @@ _KEYS = {  # the type of a key, what infinity is there, and NaN
     "float64": ("float64", 1.6e308, 1.7e308),
 }
 
+_BEYOND = (1 << 63) - 1  # all places of an axis of symbolic size
 _COMPARED = {"bool": "int8", "bfloat16": "float32"}  # TVM has no argmax of these
 
 
@@ -39,7 +40,8 @@ def _or_nan(
     last: bool = False,
 ) -> relax.Expr:
     """A place along an axis, or that of the first NaN there, or of the last one."""
-    nowhere = -1 if last else int(x.ty.shape[axis])
+    extent = x.ty.shape[axis]
+    nowhere = -1 if last else int(extent) if isinstance(extent, tirx.IntImm) else _BEYOND
 
     def places(x: te.Tensor) -> te.Tensor:
         def at(*index: Expr) -> Expr:
