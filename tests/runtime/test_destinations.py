@@ -8,6 +8,7 @@ import tvm
 
 import tvm_fusion
 from tvm_fusion.errors import InputError
+from tvm_fusion.runtime.calls import repeated_calls
 from tvm_fusion.runtime.calls.checked_tensors import CheckedTensors
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 from tvm_fusion.runtime.calls.new_tensors import maker
@@ -70,17 +71,35 @@ def test_one_kernel_is_called_without_a_virtual_machine():
     assert compiled(lambda w, x: torch.softmax(x, 0) @ x.T, x).built.destinations.kernel is None
 
 
-def test_sizes_that_are_not_known_have_no_destinations():
-    x = normal(3, 4)
-    shapes = ({0: torch.export.Dim("n")},)
-    program = torch.export.export(
-        Model(lambda w, x: x + w), (x,), dynamic_shapes={"inputs": (shapes)}
-    )
+SYMBOLIC = {  # and whether one kernel is all
+    "one kernel": (lambda w, x: x + 1, True),
+    "an intermediate and a weight": (
+        lambda w, x: torch.softmax(x @ w[:, None], 0) * x.sum(0),
+        False,
+    ),
+    "other sizes": (
+        lambda w, x: (torch.cat((x, x.exp()))[: x.shape[0] + 1], x.reshape(-1) * 2),
+        False,
+    ),
+    "squares": (lambda w, x: ((x @ x.T).softmax(-1) @ x, x > 0), False),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_sizes_that_a_call_tells_have_destinations_too(name, monkeypatch):
+    function, is_kernel = SYMBOLIC[name]
+    monkeypatch.setattr(repeated_calls, "MOST_SIZES", 3)
+    shapes = {"inputs": ({0: torch.export.Dim("n", min=2, max=64)},)}
+    program = torch.export.export(Model(function), (normal(3, 4),), dynamic_shapes=shapes)
     module = tvm_fusion.compile(program, "llvm", verify=False)
-    assert module.built.destinations is None
-    for rows in (3, 5, 3):
+    assert (module.built.destinations.kernel is not None) == is_kernel
+    for rows in (3, 5, 3, 2, 64, 3, 5, 5, 3, 17, 3):
         x = normal(rows, 4)
-        torch.testing.assert_close(module(x), x + torch.arange(4.0))
+        results = [module(x + scale) for scale in range(3)]
+        for scale, found in enumerate(results):
+            wanted = function(Model(function).weight, x + scale)
+            torch.testing.assert_close(found, wanted)
+    assert len(module._again._calls) == 3
 
 
 @pytest.mark.parametrize(

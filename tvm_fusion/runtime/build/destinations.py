@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import tvm
-from tvm import relax
+import tvm_ffi
+from tvm import relax, tirx
 
 from ...transform.functions.functions import has_branches, operator_name, static_extents
 from ...transform.memory.plan_memory import without_dead_names
@@ -25,7 +26,7 @@ from ..calls.written_inputs import bound_value, own_outputs, storage_of
 _ALLOCATE, _RESHAPE = "relax.memory.alloc_tensor", "relax.reshape"
 _KILLS = ("relax.memory.kill_storage", "relax.memory.kill_tensor")
 
-Outputs = tuple[tuple[tuple[int, ...], str] | None, ...]
+Outputs = tuple[tuple[tuple[int, ...] | None, str] | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,9 @@ class Destinations:
     function : str
         Its name in the executable. It returns a tuple of the outputs that are not given, or None
         where all are.
-    outputs : tuple of ((int, ...), str) or None
-        Shape and dtype of each output; None for one that is not given.
+    outputs : tuple of ((int, ...) or None, str) or None
+        Shape and dtype of each output, a shape of None where sizes are symbolic; None for an output
+        that is not given.
     is_tuple : bool
         Whether the other function returns a tuple.
     kernel : str or None
@@ -54,8 +56,8 @@ class Destinations:
 
 @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.AddDestinations")
 class AddDestinations:
-    """Puts such a function beside each of some functions that has outputs of its own and no
-    symbolic sizes, and tells `found`. Runs where memory is planned.
+    """Puts such a function beside each of some functions that has outputs of its own, whose sizes
+    are known or told by its parameters, and tells `found`. Runs where memory is planned.
     """
 
     def __init__(self, functions: Sequence[str], found: dict[str, Destinations]) -> None:
@@ -81,8 +83,7 @@ def _with_destinations(mod: tvm.IRModule, name: str) -> tuple[relax.Function, Ou
     """The function, and what it is given; None where there is nothing to give."""
     main = mod[name]
     types = main.ret_ty.fields if isinstance(main.ret_ty, relax.TupleType) else [main.ret_ty]
-    shapes = list(map(static_extents, types))
-    if None in shapes or None in (static_extents(param.ty) for param in main.params):
+    if not _have_shapes([*types, *(param.ty for param in main.params)]) or not _tells(main, types):
         return None
     if has_branches(main) or not isinstance(main.body.body, relax.Var):
         return None
@@ -103,7 +104,7 @@ def _with_destinations(mod: tvm.IRModule, name: str) -> tuple[relax.Function, Ou
         return None
     params = {
         number: var
-        if static_extents(var.ty) == shapes[number]
+        if tvm_ffi.structural_equal(var.ty.shape, types[number].shape)
         else relax.Var("output", types[number])
         for number, var in given.items()
     }
@@ -113,8 +114,20 @@ def _with_destinations(mod: tvm.IRModule, name: str) -> tuple[relax.Function, Ou
     all_params = [*main.params, *params.values()]
     func = relax.Function(all_params, body, None, main.is_pure, main.attrs)
     func = relax.utils.copy_with_new_vars(func)
-    outputs = zip(shapes, (str(ty.dtype) for ty in types), strict=True)
+    outputs = [(static_extents(ty), str(ty.dtype)) for ty in types]
     return func, tuple(output if i in given else None for i, output in enumerate(outputs))
+
+
+def _have_shapes(types: Sequence[relax.Type]) -> bool:
+    """Whether all are tensors whose shapes are told, if by symbols."""
+    tensors = [ty for ty in types if isinstance(ty, relax.TensorType)]
+    return len(tensors) == len(types) and all(isinstance(t.shape, relax.ShapeExpr) for t in tensors)
+
+
+def _tells(main: relax.Function, types: Sequence[relax.Type]) -> bool:
+    """Whether parameters of a function tell all symbols of some types."""
+    told = {v for param in main.params for v in param.ty.shape.values if isinstance(v, tirx.Var)}
+    return all(set(relax.analysis.tir_vars_in_type(ty)) <= told for ty in types)
 
 
 def _bound(func: relax.Function) -> dict[relax.Var, Any]:

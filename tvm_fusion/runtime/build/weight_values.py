@@ -20,6 +20,7 @@ from ...ir.weights import Recipe, Weight, as_parameters, origins
 from .destinations import Destinations
 
 CHECKS = ("vm.builtin.check_tensor_info", "vm.builtin.match_shape")
+STORED = 1  # MatchShapeCode::kStoreToHeap
 
 Compile = Callable[[tvm.IRModule, tvm.target.Target], tuple[tvm.runtime.Module, Any]]
 
@@ -50,7 +51,7 @@ class WeightsAsParameters:
 class TrustParameters:
     """Takes out what looks at each weight in each call, whether it is a tensor of its shape (200 of
     them: 30 us): nobody but `WeightValues` gives them. Of functions with `destinations` that goes
-    for all parameters. Runs after VMShapeLower, which puts it in.
+    for all parameters; what tells symbolic sizes stays. Runs after VMShapeLower, which puts it in.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ def _unchecked(func: relax.Function, own: set[relax.Var]) -> relax.Function:
     def is_check(value: Any) -> bool:
         op = value.op if isinstance(value, tvm.ir.Call) else None
         known = isinstance(op, relax.ExternFunc) and op.global_symbol in CHECKS
-        return known and isinstance(value.args[0], relax.Var) and value.args[0] in own
+        is_own = known and isinstance(value.args[0], relax.Var) and value.args[0] in own
+        return is_own and not (op.global_symbol == CHECKS[1] and _tells(value))
 
     blocks = [
         relax.BindingBlock([b for b in block.bindings if not is_check(b.value)])
@@ -83,6 +85,13 @@ def _unchecked(func: relax.Function, own: set[relax.Var]) -> relax.Function:
     ]
     body = relax.SeqExpr(blocks, func.body.body)
     return relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
+
+
+def _tells(match: tvm.ir.Call) -> bool:
+    """Whether sizes of a tensor are kept: behind the tensor, the heap and the rank stand a code and
+    a number for each axis.
+    """
+    return any(int(code.value) == STORED for code in match.args[3:-1:2])
 
 
 class WeightValues:

@@ -26,7 +26,7 @@ from .call_memory import MemoryPlan, measured_call_bytes
 from .channels_last import returned, taken
 from .later import Later
 from .launch_count import count_launches
-from .repeated_calls import Repeated, RepeatedCall
+from .repeated_calls import CallsBySize, Repeated, RepeatedCall
 from .sidecar import (
     damage_named,
     export_executable,
@@ -369,8 +369,18 @@ class CompiledModule:
             result = from_tvm(self.run(arguments), kind, torch_device, self.own)
             write_back(self.writes, inputs, arguments)
             if self._graph_mode.options is None and not are_copied and not is_captured:
-                self._again = self._repeated.call(given, arguments, kind, self.unread)
+                again = self._repeated.call(given, arguments, kind, _flat(result), self.unread)
+                self._keep_call(given, again)
             return returned(formats, result)
+
+    def _keep_call(self, given: Sequence[Any], call: RepeatedCall | None) -> None:
+        """Have calls with inputs like these be like one that was checked."""
+        if not self.signature.is_symbolic:
+            self._again = call
+        elif call is not None:
+            if self._again is None:
+                self._again = CallsBySize(self.signature.telling)
+            self._again.keep(given, call)
 
     def _check_indices(self, inputs: Sequence[Any]) -> None:
         kind, _ = self.check(inputs)

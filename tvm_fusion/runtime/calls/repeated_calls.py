@@ -36,6 +36,8 @@ from .tensors import NATIVE, Kind, from_tvm, kind_of, result_kind
 # Bytes of NumPy arrays that memory is kept for: 8 us of copying, a tenth of what it saves.
 MOST_STAGED_BYTES = 256 << 10
 
+MOST_SIZES = 32  # of a function with symbolic ones, whose calls are known again
+
 RepeatedCall = Callable[[Sequence[Any]], Any]
 
 
@@ -70,6 +72,7 @@ class Repeated:
         inputs: Sequence[Any],
         arguments: Sequence[Any],
         kind: Kind,
+        results: Sequence[Any] = (),
         unread: Container[int] = (),
     ) -> RepeatedCall | None:
         """Return a call of the function on inputs like these, which were checked; it returns None
@@ -81,6 +84,8 @@ class Repeated:
             What the caller gave, and as the function takes them.
         kind : Kind
             Of the outputs.
+        results : sequence
+            The outputs of the call that was checked, which tell sizes that are symbolic.
         unread : container of int
             Outputs that may be None.
 
@@ -100,7 +105,7 @@ class Repeated:
         if not is_lent or not can_check():
             return None
         if kind is Kind.TORCH and self.destinations is not None:
-            return _filling_call(self, arguments, unread)
+            return _filling_call(self, arguments, results, unread)
         return _lent_call(self, arguments, kind)
 
     def lends(self, result: Any) -> bool:
@@ -150,12 +155,19 @@ def _lent_call(repeated: Repeated, arguments: Sequence[Any], kind: Kind) -> Repe
 
 
 def _filling_call(
-    repeated: Repeated, arguments: Sequence[Any], unread: Container[int]
+    repeated: Repeated,
+    arguments: Sequence[Any],
+    results: Sequence[Any],
+    unread: Container[int],
 ) -> RepeatedCall:
     """A call on the memory of the caller's tensors of torch, which writes to new ones."""
     lock, on_cpu, tensor = repeated.lock, repeated.on_cpu, sys.modules["torch"].Tensor
     outputs, is_tuple = repeated.destinations.outputs, repeated.destinations.is_tuple
-    given = [output for output in outputs if output is not None]
+    given = [
+        (tuple(results[number].shape) if output[0] is None else output[0], output[1])
+        for number, output in enumerate(outputs)
+        if output is not None
+    ]
     device = arguments[0].device
     make = maker(given, device)
     like = [*map(_like, arguments), *((device, *output) for output in given)]
@@ -194,6 +206,40 @@ def _filling_call(
         return tuple(results)
 
     return call
+
+
+class CallsBySize:
+    """Calls of a function with symbolic sizes: those like one that was checked, at each of the
+    sizes that it was called with last.
+
+    Parameters
+    ----------
+    telling : sequence of int
+        Inputs whose shapes tell the sizes.
+    """
+
+    def __init__(self, telling: Sequence[int]) -> None:
+        self._telling = tuple(telling)
+        self._calls: dict[tuple[Sequence[int], ...], RepeatedCall] = {}
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        """The result; None for inputs that have to be checked."""
+        try:
+            call = self._calls.get(self._sizes(inputs))
+        except (AttributeError, IndexError, TypeError):  # no such tensors: the check says why
+            return None
+        return None if call is None else call(inputs)
+
+    def keep(self, inputs: Sequence[Any], call: RepeatedCall) -> None:
+        """Have `call` take inputs of these sizes; where there are many, the first are dropped."""
+        sizes = self._sizes(inputs)
+        self._calls.pop(sizes, None)
+        if len(self._calls) >= MOST_SIZES:
+            self._calls.pop(next(iter(self._calls)))
+        self._calls[sizes] = call
+
+    def _sizes(self, inputs: Sequence[Any]) -> tuple[Sequence[int], ...]:
+        return tuple([inputs[i].shape for i in self._telling])
 
 
 def _like(tensor: tvm.runtime.Tensor) -> Like:

@@ -139,6 +139,18 @@ class Signature:
         shapes = [spec.shape for spec in self.inputs]
         return any(shape is None or any(isinstance(e, str) for e in shape) for shape in shapes)
 
+    @property
+    def telling(self) -> tuple[int, ...]:
+        """Inputs whose shapes tell all symbolic sizes."""
+        known: set[str] = set()
+        found = []
+        for number, spec in enumerate(self.inputs):
+            symbols = {extent for extent in spec.shape or () if isinstance(extent, str)}
+            if spec.dtype is not None and (spec.shape is None or symbols - known):
+                found.append(number)
+                known |= symbols
+        return tuple(found)
+
     @classmethod
     def of(cls, mod: tvm.IRModule, function: str = "main") -> "Signature":
         """Return the signature of a Relax function, its symbolic extents named apart."""

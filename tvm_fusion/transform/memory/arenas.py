@@ -31,6 +31,7 @@ outputs of all sizes holds a few of each octave, not all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import tvm
@@ -222,7 +223,7 @@ def _in_kept_sizes(block: relax.BindingBlock, builder: relax.BlockBuilder) -> re
         variables = list(relax.analysis.tir_vars_in_type(relax.ShapeType([size])))
         is_arena = binding.var.name == _ARENA
         make = _keep_arena if is_arena else _round_bytes
-        function = builder.add_func(_of(make(), variables, size), make.__name__.lstrip("_"))
+        function = builder.add_func(_of(_made(make), variables, size), make.__name__.lstrip("_"))
 
         def asked(*more: object, of: relax.Expr = function, about: tuple = (*variables,)) -> Any:
             call = relax.Call(of, [*about, *map(relax.prim_value, more)], ty_args=[_BYTES])
@@ -234,6 +235,17 @@ def _in_kept_sizes(block: relax.BindingBlock, builder: relax.BlockBuilder) -> re
         if is_arena:
             bindings.append(relax.VarBinding(tirx.Var("_", "int64"), asked(taken)))
     return relax.BindingBlock(bindings)
+
+
+def _made(make: Callable[[], tirx.PrimFunc]) -> tirx.PrimFunc:
+    """What a function makes, with variables of its own."""
+    return tvm.ir.load_json(_text(make))
+
+
+@cache
+def _text(make: Callable[[], tirx.PrimFunc]) -> str:
+    """As JSON, which is read in no time; a script takes 0.3 CPU s."""
+    return tvm.ir.save_json(make())
 
 
 def _of(func: tirx.PrimFunc, variables: Sequence[tvm.ir.Var], size: tvm.ir.Expr) -> tirx.PrimFunc:

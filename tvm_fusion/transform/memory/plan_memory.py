@@ -33,6 +33,7 @@ TVM's tensors at an offset carry it beside the pointer of the storage, and kerne
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import tvm
 from tvm import relax, tirx
@@ -377,6 +378,7 @@ def _storage(size: int) -> relax.Call:
     return relax.op.memory.alloc_storage(shape, relax.prim_value(0), "global", "uint8")
 
 
+@cache  # reading a script takes 0.3 CPU s
 def settle_offset() -> tirx.PrimFunc:
     """A function of the host that adds a tensor's offset to its pointer."""
 
