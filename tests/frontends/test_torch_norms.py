@@ -36,3 +36,15 @@ def test_a_norm_reads_the_parameters_that_it_has(norm, vectors):
     read = {t for op in graph.ops for t in op.inputs if graph.tensors[t].is_constant}
     assert len(read) == vectors
     torch.testing.assert_close(tvm_fusion.compile(program, "llvm")(x), norm(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_layer_norm_of_halves_takes_parameters_in_float32(dtype):
+    x = torch.randn(6, 24, generator=torch.Generator().manual_seed(2)).to(dtype)
+    weight, shift = torch.linspace(-1, 1, 24), torch.linspace(0, 2, 24)
+
+    def norm(x):
+        return F.layer_norm(x, (24,), weight, shift), F.layer_norm(x, (24,), None, shift)
+
+    given = tvm_fusion.compile((Function(norm), (x,)), "llvm", verify=False)(x)
+    torch.testing.assert_close(given, norm(x), rtol=1e-2, atol=1e-2)

@@ -222,6 +222,102 @@ def _attention(
     return result, torch.logsumexp(scores, -1)
 
 
+def _own_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim: int,
+    num_head: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor,
+    mask: Tensor | None = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `nn.MultiheadAttention` calls in evaluation mode: attention of a sequence to itself with
+    its projections. Where weights are not asked for, a query that may see no key gets 0, as it does
+    from `scaled_dot_product_attention`; eager execution has NaN.
+    """
+    linear = torch.nn.functional.linear
+    packed = linear(query, qkv_weight, qkv_bias)
+    q, k, v = packed.unflatten(-1, (3, num_head, -1)).permute(2, 0, 3, 1, 4)
+    hidden = None if mask is None else _hidden_keys(mask, mask_type)
+    if not need_weights:
+        shown = None if hidden is None else ~hidden
+        mixed = _aten.scaled_dot_product_attention.default(q, k, v, shown)
+        weights = query.new_empty(0)
+    else:
+        scores = wide(q * q.shape[-1] ** -0.5) @ wide(k).transpose(-1, -2)
+        if hidden is not None:
+            scores = torch.where(hidden, -math.inf, scores)
+        weights = torch.softmax(scores, -1).to(q.dtype)
+        mixed = weights @ v
+        if average_attn_weights:
+            weights = weights.mean(1)
+    return linear(mixed.transpose(1, 2).flatten(2), proj_weight, proj_bias), weights
+
+
+def _hidden_keys(mask: Tensor, mask_type: int | None) -> Tensor:
+    """The keys that a query may not see: what is not 0 hides, also in masks of numbers."""
+    hidden = mask.to(torch.bool)
+    if mask_type == 1:  # [batch, keys]
+        return hidden[:, None, None]
+    return hidden  # [queries, keys], or of each head
+
+
+def _encoder_layer(
+    src: Tensor,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm_weight_1: Tensor,
+    norm_bias_1: Tensor,
+    norm_weight_2: Tensor,
+    norm_bias_2: Tensor,
+    ffn_weight_1: Tensor,
+    ffn_bias_1: Tensor,
+    ffn_weight_2: Tensor,
+    ffn_bias_2: Tensor,
+    mask: Tensor | None = None,
+    mask_type: int | None = None,
+) -> Tensor:
+    """What `nn.TransformerEncoderLayer` calls in evaluation mode."""
+    functions = torch.nn.functional
+    attention = (embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias)
+
+    def attended(x: Tensor) -> Tensor:
+        return _own_attention(x, x, x, *attention, mask, False, True, mask_type)[0]
+
+    def fed(x: Tensor) -> Tensor:
+        inner = functions.linear(x, ffn_weight_1, ffn_bias_1)
+        if use_gelu:  # on GPUs in the epilogue of cuBLAS, which has no other
+            inner = functions.gelu(inner, approximate="tanh" if x.is_cuda else "none")
+        else:
+            inner = torch.relu(inner)
+        return functions.linear(inner, ffn_weight_2, ffn_bias_2)
+
+    def first_norm(x: Tensor) -> Tensor:
+        return functions.layer_norm(x, [embed_dim], norm_weight_1, norm_bias_1, eps)
+
+    def second_norm(x: Tensor) -> Tensor:
+        return functions.layer_norm(x, [embed_dim], norm_weight_2, norm_bias_2, eps)
+
+    if norm_first:
+        x = attended(first_norm(src)) + src
+        return fed(second_norm(x)) + x
+    x = first_norm(attended(src) + src)
+    return second_norm(fed(x) + x)
+
+
 def _linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -409,9 +505,11 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     **known(_aten, "_fused_rms_norm", _rms_norm),
     **known(_aten, "rrelu_with_noise_functional", _rrelu),
     _aten._cdist_forward.default: _cdist,
+    _aten._native_multi_head_attention.default: _own_attention,
     _aten._neg_view.default: torch.neg,
     _aten._pdist_forward.default: _pdist,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _aten._transformer_encoder_layer_fwd.default: _encoder_layer,
     _aten._trilinear.default: _trilinear,
     _aten.addbmm.default: _addbmm,
     _aten.angle.default: _angle,

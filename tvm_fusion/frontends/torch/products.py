@@ -191,7 +191,7 @@ def _attention(importer: Importer, node: fx.Node) -> relax.Expr:
         raise NotImplementedError("attention with dropout")
     query, key, value = (importer.value_of(args[name]) for name in ("query", "key", "value"))
     if args["enable_gqa"]:
-        groups = int(query.ty.shape[-3]) // int(key.ty.shape[-3])
+        groups = _queries_of_a_key(args["query"], args["key"])
         key, value = (importer.emit(relax.op.repeat(x, groups, axis=-3)) for x in (key, value))
     common = node.meta["val"].shape[:-2]
     tensors = [_broadcast(importer, x, common) for x in (query, key, value)]
@@ -203,7 +203,7 @@ def _attention(importer: Importer, node: fx.Node) -> relax.Expr:
     result = relax.op.nn.attention(
         *(importer.permute(x, SWAP_HEADS) for x in (query, key, value)),
         bias=bias,
-        scale=_scale(args["scale"], int(query.ty.shape[-1])),
+        scale=_scale(args["scale"], args["query"].meta["val"].shape[-1]),
         causal_mask="TopLeft" if causal else None,
     )
     result = importer.emit(result)
@@ -217,9 +217,19 @@ def _attention(importer: Importer, node: fx.Node) -> relax.Expr:
     return importer.emit(relax.op.reshape(result, [*leading, *list(result.ty.shape)[-2:]]))
 
 
-def _scale(scale: float | None, width: int) -> float | None:
-    """The scale; None, which TVM lowers in the right type, if it is the default 1 / sqrt(width)."""
-    return None if scale is None or math.isclose(scale, width**-0.5) else scale
+def _queries_of_a_key(query: fx.Node, key: fx.Node) -> int:
+    """How many heads of queries share a head of keys."""
+    heads, of_keys = (node.meta["val"].shape[-3] for node in (query, key))
+    if not (isinstance(heads, int) and isinstance(of_keys, int)):
+        raise FrontendError("grouped queries in a symbolic number of heads; give it as a number")
+    return heads // of_keys
+
+
+def _scale(scale: float | None, width: int | torch.SymInt) -> float | None:
+    """The scale; None, which is lowered in the right type, if it is the default 1 / sqrt(width)."""
+    if scale is None or (isinstance(width, int) and math.isclose(scale, width**-0.5)):
+        return None
+    return scale
 
 
 def _broadcast(importer: Importer, x: relax.Expr, leading: Sequence) -> relax.Expr:
@@ -321,19 +331,23 @@ def _layer_norm(importer: Importer, node: fx.Node) -> relax.Expr:
 
     def parameter(name: str, missing: float) -> relax.Expr:
         if given[name] is None:
-            return _filled(importer, shape, missing, str(x.ty.dtype))
-        return importer.value_of(given[name])
+            return _filled(importer, shape, missing, wide)
+        return importer.operand(given[name], wide)
 
-    return importer.emit(
-        relax.op.nn.layer_norm(
-            x,
-            parameter("weight", 1.0),
-            parameter("bias", 0.0),
-            axes=list(range(-len(shape), 0)),
-            epsilon=given["eps"],
-            **_parts(given),
-        )
+    # halves may have parameters in float32
+    dtype = importer.dtype_of(given["input"])
+    parameters = [given[name] for name in ("weight", "bias") if given[name] is not None]
+    is_mixed = any(importer.dtype_of(p) != dtype for p in parameters)
+    wide = _accumulator(dtype) if is_mixed else dtype
+    result = relax.op.nn.layer_norm(
+        importer.cast(x, wide),
+        parameter("weight", 1.0),
+        parameter("bias", 0.0),
+        axes=list(range(-len(shape), 0)),
+        epsilon=given["eps"],
+        **_parts(given),
     )
+    return importer.cast(importer.emit(result), dtype)
 
 
 def _filled(importer: Importer, shape: list, value: float, dtype: str) -> relax.Expr:

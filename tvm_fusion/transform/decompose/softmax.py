@@ -59,8 +59,8 @@ _SOFTMAX: dict[str, Rule] = {
 # operand cancels it. The scores and the softmax are float32, the probabilities are rounded to the
 # type of v before the second product. The causal mask is one pointwise PrimFunc that compares
 # indices, so no mask is stored and both lengths may be symbolic.
-# Does not handle: sliding windows, key heads that differ from query heads, a symbolic width without
-# a scale, attention_var_len (left alone).
+# Does not handle: sliding windows, key heads that differ from query heads, attention_var_len (left
+# alone).
 
 
 def _causal_mask(bottom_right: bool) -> Callable[[te.Tensor], te.Tensor]:
@@ -80,10 +80,19 @@ def _causal_mask(bottom_right: bool) -> Callable[[te.Tensor], te.Tensor]:
     return mask
 
 
-def _scale(call: Call, width) -> float | None:
+def _scaled(o: Opening, call: Call, scores: Expr, width: tirx.Expr) -> Expr:
+    """Scores times the scale, which is 1 / sqrt(width) by default."""
     if call.attrs.scale is not None:
-        return float(call.attrs.scale.value)
-    return 1.0 / math.sqrt(int(width)) if isinstance(width, tirx.IntImm) else None
+        return op.multiply(scores, o.const(float(call.attrs.scale.value), scores))
+    if isinstance(width, tirx.IntImm):
+        return op.multiply(scores, o.const(1.0 / math.sqrt(int(width)), scores))
+    return o.builder.call_te(_scaled_by, scores, width, primfunc_name_hint="scaled")
+
+
+def _scaled_by(scores: te.Tensor, width: tirx.Var) -> te.Tensor:
+    """Scores over the root of a symbolic width."""
+    root = tirx.sqrt(tirx.Cast(scores.dtype, width))
+    return te.compute(scores.shape, lambda *index: scores(*index) / root, name="scaled")
 
 
 def _attention(o: Opening, call: Call) -> Expr | None:
@@ -93,9 +102,6 @@ def _attention(o: Opening, call: Call) -> Expr | None:
         return None
     if not all(tvm_ffi.structural_equal(shape[2], shapes[0][2]) for shape in shapes):
         return None
-    scale = _scale(call, shapes[0][3])
-    if scale is None:
-        return None
     dtype = dtype_of(query)
     wide = compute_dtype(dtype)
 
@@ -103,7 +109,7 @@ def _attention(o: Opening, call: Call) -> Expr | None:
     k = o.permute("k", key, [0, 2, 3, 1])
     v = o.permute("v", value, [0, 2, 1, 3])
     scores = o.emit("qk", op.matmul(q, k, out_dtype=wide))
-    scores = o.emit("scaled", op.multiply(scores, o.const(scale, scores)))
+    scores = o.emit("scaled", _scaled(o, call, scores, shapes[0][3]))
     if bias:
         scores = o.emit("biased", op.add(scores, o.widen("bias", bias[0])))
     if call.attrs.causal_mask is not None:
