@@ -378,11 +378,17 @@ class _Source:
             logger.info("operators were not compared with PyTorch one by one: %s", error)
             return []
 
-    def _operations(self) -> int:
+    def _operations(self) -> float:
         from torch.utils.flop_counter import FlopCounterMode
 
-        with FlopCounterMode(display=False) as counted:
-            self.eager()
+        try:
+            with FlopCounterMode(display=False) as counted:
+                self.eager()
+        except (
+            Exception
+        ) as error:  # PyTorch counts nothing of some models that call graphs (`scan`)
+            logger.info("the operations of the model are not counted: %s", error)
+            return math.inf
         return counted.get_total_flops()
 
 

@@ -177,7 +177,14 @@ def factorizes(run: Callable[[], Any]) -> bool:
 
 
 class _Names(TorchDispatchMode):
-    """The names of the operators that PyTorch runs within."""
+    """The names of operators that PyTorch runs within, and of those in graphs that they call."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Whether Dynamo traces `scan` and its like within: torch's own code fails on the rest."""
+        return True
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,6 +194,9 @@ class _Names(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.names.add(func.__name__)
+        for graph in (x for arg in args if isinstance(arg, fx.GraphModule) for x in arg.modules()):
+            calls = graph.graph.nodes if isinstance(graph, fx.GraphModule) else ()
+            self.names.update(getattr(node.target, "__name__", "") for node in calls)
         return func(*args, **(kwargs or {}))
 
 
