@@ -15,6 +15,7 @@ Does not handle: configurations that tuning chose.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,14 +69,29 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A symbolic size, and which values it may have."""
+    """A symbolic size, and which values it may have; a product of several where kernels depend on
+    that alone.
+    """
 
-    var: Var
+    vars: tuple[Var, ...]
     bounds: Bounds
+
+    @property
+    def extent(self) -> Expr:
+        """How large it is."""
+        return functools.reduce(operator.mul, self.vars)
 
     def upto(self, most: int | None) -> Expr | None:
         """The condition that it is at most so large; None where any is."""
-        return None if most is None else self.var <= constant(most, dtype_of(self.var))
+        return None if most is None else self.extent <= constant(most, dtype_of(self.extent))
+
+    def known(self, func: tirx.PrimFunc, value: int) -> tirx.PrimFunc:
+        """A function where it has a value."""
+        first, *others = self.vars
+        func = with_size(func, first, value)
+        for var in others:
+            func = with_size(func, var, 1)
+        return func
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +125,7 @@ class Multiple:
 def known_size(func: tirx.PrimFunc) -> Size | None:
     """The one symbolic size of a function's parameters; None where there are others or none."""
     var = symbolic_size(func)
-    return None if var is None else Size(var, known_sizes(func).get(var, Bounds()))
+    return None if var is None else Size((var,), known_sizes(func).get(var, Bounds()))
 
 
 def read_at(sizes: Sequence[int], bounds: Bounds) -> list[int]:
@@ -164,7 +180,7 @@ def tables_by_size(
     allowed = {kind_of(config) for _, config in writer.ranked(problem, hw, policy)}
     found = {}
     for value in sizes:
-        known = with_size(func, size.var, _whole(value) if size.bounds.multiple == 1 else value)
+        known = size.known(func, _whole(value) if size.bounds.multiple == 1 else value)
         if not is_empty(known):
             ranked = writer.ranked(writer.read(known, exact), hw, policy)
             found[value] = [entry for entry in ranked if kind_of(entry[1]) in allowed]

@@ -93,6 +93,44 @@ def test_within_narrow_bounds_one_kernel_is_the_best_for_these():
     assert sources[0] != sources[1]
 
 
+def tokens(rows, terms, columns):
+    """A product with a batch of texts."""
+
+    def emit(bb, x, w, bias):
+        return op.nn.relu(bb.emit(op.add(bb.emit(op.matmul(x, w)), bias)))
+
+    shapes = ((*rows, terms), (terms, columns), (columns,))
+    return fuse(emit, *((shape, "float16") for shape in shapes))
+
+
+def test_rows_of_two_sizes_have_versions_by_their_product():
+    b, n = tirx.Var("b", "int64"), tirx.Var("n", "int64")
+    both = write_versions(WRITER, tokens((b, n), 2048, 8192), H200, POLICY)
+    one = write_versions(WRITER, tokens((n,), 2048, 8192), H200, POLICY)
+    assert [*both.attrs[VERSIONS_ATTR]] == [*one.attrs[VERSIONS_ATTR]]
+    func = tokens((b, n), 2048, 8192)
+    known = with_known_sizes(func, dict.fromkeys(sizes_of(func), Bounds(0, 16)))
+    few = write_versions(WRITER, known, H200, POLICY)
+    assert all(int(edge) < 256 for edge in few.attrs.get(VERSIONS_ATTR, ()))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (1, 5), (5, 4), (3, 7), (2, 36), (0, 3)])
+def test_rows_of_two_sizes_are_right_at_the_edges(sizes, monkeypatch):
+    monkeypatch.setattr(versions, "SIZES", (4, 20, 70))
+    monkeypatch.setattr(versions, "versions_of", _one_each)
+    b, n = tirx.Var("b", "int64"), tirx.Var("n", "int64")
+    func = tokens((b, n), 64, 96).with_attr(OUTPUTS_ATTR, 1)
+    lowered = lower(write_kernel(func, "gemm", A100, POLICY))
+    assert len(lowered.versions) == 2
+    rng = np.random.default_rng(0)
+    x, w, bias = (rng.standard_normal(s).astype("float16") for s in ((*sizes, 64), (64, 96), (96,)))
+    y = poisoned((*sizes, 96), "float16")
+    assert run_cuda_on_cpu(lowered, [x, w, bias, y]) == bool(y.size)
+    if y.size:
+        wide = (each.astype(float) for each in (x, w, bias))
+        assert_close(y, np.maximum(next(wide) @ next(wide) + next(wide), 0), "float16")
+
+
 def checks(func):
     found = []
     tvm_ffi.structural_walk(func.body, [(tirx.AssertStmt, found.append)])

@@ -69,7 +69,7 @@ def write_attention_versions(
         if not tiled or not _reads_symbolic_rows(problem):
             branches = _branches(writer, problem, found, size, hw, policy)
             return joined(branches, func) if branches else None
-        multiple = Multiple.made(func, size.var, OF)
+        multiple = Multiple.made(func, *size.vars, OF)
         aligned = writer.read(multiple.func, exact)
         if size.bounds.multiple % OF == 0:
             tables = tables_by_size(writer, func, size, aligned, ends, hw, policy)
