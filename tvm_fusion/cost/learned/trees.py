@@ -42,10 +42,11 @@ class Trees:
 
     def predict(self, row: np.ndarray) -> float:
         """The value at one row of features, float32."""
-        right = row.take(self._features) >= self._thresholds
+        values = row[: len(self._counts)].repeat(self._counts)
+        taken = self._left + (values >= self._thresholds)
         node = self._roots
         for _ in range(self.depth):
-            node = self._left.take(node) + right.take(node)
+            node = self._children.take(taken.take(node))
         return float(np.add.accumulate(self._leaves.take(node))[-1]) + self.base
 
     def predict_many(self, rows: np.ndarray) -> np.ndarray:
@@ -94,35 +95,54 @@ class Trees:
                 f"broken trees: {error}; make them again with `calibrate --refit`"
             ) from error
 
-    # ---- tables over the inner nodes of all trees, and over all leaves
+    # ---- tables over the inner nodes of all trees, those that look at the same feature side by
+    # side (to repeat numbers is quicker than to gather them), and over all leaves
     @cached_property
-    def _features(self) -> np.ndarray:
-        return self.feature.astype(np.intp).reshape(-1)
+    def _order(self) -> np.ndarray:
+        """The inner nodes by feature."""
+        return np.argsort(self.feature.reshape(-1), kind="stable")
+
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        """Inner nodes of each feature."""
+        return np.bincount(self.feature.reshape(-1))
 
     @cached_property
     def _thresholds(self) -> np.ndarray:
-        return self.threshold.reshape(-1)
+        return self.threshold.reshape(-1)[self._order]
 
     @cached_property
     def _leaves(self) -> np.ndarray:
         return self.leaf.reshape(-1)
 
     @cached_property
+    def _places(self) -> np.ndarray:
+        """Where each inner node stands."""
+        places = np.empty_like(self._order)
+        places[self._order] = np.arange(len(places))
+        return places
+
+    @cached_property
     def _roots(self) -> np.ndarray:
-        trees, leaves = self.leaf.shape
-        return np.arange(trees) * (leaves - 1 if self.depth else leaves)
+        trees, nodes = self.feature.shape
+        return self._places[np.arange(trees) * nodes] if nodes else np.arange(trees)
 
     @cached_property
     def _left(self) -> np.ndarray:
-        """The left child of every inner node: an inner node, or, of those in the last level, a
-        leaf.
+        """Where the left child of each inner node stands among all children; the right one is next
+        to it.
         """
-        trees, leaves = self.leaf.shape
-        nodes = leaves - 1
-        child = 2 * np.arange(nodes) + 1
+        return 2 * np.arange(len(self._order))
+
+    @cached_property
+    def _children(self) -> np.ndarray:
+        """Both children of each inner node: inner nodes, or, of those in the last level, leaves."""
+        trees, nodes = self.feature.shape
+        tree, child = np.arange(trees)[:, None], np.arange(1, 2 * nodes + 1)
         inner = child < nodes
-        first = np.arange(trees)[:, None] * np.where(inner, nodes, leaves)
-        return (first + np.where(inner, child, child - nodes)).reshape(-1)
+        place = self._places[tree * nodes + np.where(inner, child, 0)]
+        found = np.where(inner, place, tree * (nodes + 1) + child - nodes)
+        return found.reshape(-1, 2)[self._order].reshape(-1)
 
 
 def from_booster(booster: Any, base: float = 0.0) -> Trees:

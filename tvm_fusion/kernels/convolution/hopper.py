@@ -22,6 +22,7 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 
 from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
@@ -182,6 +183,7 @@ class WindowView(OperandView):
         return self.boxes_of_64
 
 
+@lru_cache(maxsize=16)  # ranked, then written
 def read_windows(
     convolution: Convolution, rims: bool = False, streams: bool = False
 ) -> HopperProblem:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from tvm import tirx
 from tvm.ir import Expr, Var
@@ -54,6 +55,7 @@ from .sources import Source
 MAX_PHASES = 8
 
 
+@lru_cache(maxsize=16)  # for several forms
 def as_products(convolution: Convolution) -> Contraction:
     """The convolution as a contraction: a segment, or several for one that is transposed.
 

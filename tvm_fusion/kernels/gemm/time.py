@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ...config import HardwareProfile, Policy
@@ -24,6 +25,7 @@ from .hopper.cost import (
     GemmTile,
     GemmWork,
     element_seconds,
+    gemm_seconds,
     gemm_time,
 )
 from .launch import GemmGroup
@@ -50,6 +52,9 @@ MMA_STEPS = (64, 128)  # bytes of terms
 # Elements of a tile whose float32 operands are split, which takes registers.
 MOST_SPLIT = 128 * 128
 WARP = 32
+
+ROUNDING = 1e-9
+"""Of what is added up in another order."""
 
 # Columns of a warp of the skinny form, which computes A for each of its warps; share of the
 # multipliers' rate that it reaches.
@@ -81,9 +86,14 @@ class LaunchTime:
     more: float = 0.0
 
 
-def mma_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
+def mma_times(
+    launch: GemmGroup, hw: HardwareProfile, policy: Policy, known_s: float
+) -> Iterator[LaunchTime]:
     """As `gemm.mma.rank` predicts it, with two blocks on a multiprocessor where there are tiles."""
     from .mma import rank
+
+    if rank.START_SECONDS + _hbm_s(launch, hw, rank.DEEP_READS) >= known_s:
+        return
 
     dtype, rate = tensor_dtype(launch, hw, policy)
     split = rate is None and launch.dtypes == {"float32"} and policy.rounding != "exact"
@@ -137,7 +147,9 @@ def _way(launch: GemmGroup, side: int) -> tuple[Way, int]:
     return (Way.COPY, pitch) if pitch >= 4 else (Way.SHIFT, 16)
 
 
-def runs_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
+def runs_times(
+    launch: GemmGroup, hw: HardwareProfile, policy: Policy, known_s: float
+) -> Iterator[LaunchTime]:
     """Few terms, whose rows are whole pieces of 16 bytes."""
     alone = len(launch.segments) == len(launch.products) == len(launch.dtypes) == 1
     if not hw.architecture.has_mma or not alone or not all(map(_is_static, launch.products)):
@@ -153,7 +165,9 @@ def runs_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterat
     yield _other(launch, hw, "runs", "tensor", body, RUNS.start_s, (1, 1), RUNS.overlap)
 
 
-def skinny_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
+def skinny_times(
+    launch: GemmGroup, hw: HardwareProfile, policy: Policy, known_s: float
+) -> Iterator[LaunchTime]:
     """Few rows, past which weights are streamed."""
     few = launch.equal_sizes and all(m <= SKINNY_ROWS for _, m, *_ in launch.segments)
     if not hw.architecture.has_mma or not few or not all(map(_is_static, launch.products)):
@@ -172,11 +186,15 @@ def skinny_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iter
     yield replace(time, runs=(runs[0], 1))
 
 
-def simt_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
+def simt_times(
+    launch: GemmGroup, hw: HardwareProfile, policy: Policy, known_s: float
+) -> Iterator[LaunchTime]:
     """Any products, on CUDA cores."""
     from .simt.config import START_SECONDS, simt_seconds
     from .simt.kernel import CONFIGS
 
+    if START_SECONDS + max(_hbm_s(launch, hw), _fma_s(launch, hw)) >= known_s:
+        return
     for config in CONFIGS:
         body = simt_seconds(launch.segments, config, hw, 0.0) - START_SECONDS
         runs = launch.runs(config.block_m, config.block_n)
@@ -197,14 +215,25 @@ def _other(
     """A form whose products and operations take turns, and overlap with its loads, which reach
     `reads` times the rate of a copy.
     """
-    operand, other, written, resident = launch.moved
-    hbm = (operand + other + written - resident) / (hw.hbm_bytes_per_s * reads)
+    hbm = _hbm_s(launch, hw, reads)
     on_a, on_b, after = launch.operation_s
     work = runs[0] * on_a + runs[1] * on_b + after
     terms = {term: body, "hbm": hbm, "operations": work, "start": start}
     busy = max(body + work, hbm)
     busy *= ((min(body + work, hbm) / busy) ** exponent + 1) ** (1 / exponent)
     return LaunchTime(form, start + busy, terms, runs)
+
+
+def _hbm_s(launch: GemmGroup, hw: HardwareProfile, reads: float = 1.0) -> float:
+    """Seconds of what is moved, at so many times the rate of a copy."""
+    operand, other, written, resident = launch.moved
+    return (operand + other + written - resident) / (hw.hbm_bytes_per_s * reads)
+
+
+def _fma_s(launch: GemmGroup, hw: HardwareProfile) -> float:
+    """Seconds of all products at the full rate of the CUDA cores, rounded down."""
+    flops = sum(2.0 * b * m * n * sum(depths) for b, m, n, depths in launch.segments)
+    return flops / hw.fma_per_s_f32 * (1 - ROUNDING)
 
 
 def tensor_dtype(
@@ -246,7 +275,9 @@ PLANE_TERMS_PER_S = 1.5e12
 
 
 def predict(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> LaunchTime | None:
-    """The fastest form that can compute the group, by prediction, if there is one."""
+    """The fastest form that can compute the group, by prediction, if there is one. Forms that can
+    be no faster than `known_s`, what one in front of them takes, give nothing.
+    """
     known = (
         _hopper,
         skinny_times,
@@ -256,8 +287,11 @@ def predict(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> LaunchTim
     )  # in the order of `gemm.forms`
     if launch.has_partials or not launch.swaps_halves:
         known = (_hopper,)  # its threads hold runs of columns: they reduce or pair some of them
-    found = itertools.chain.from_iterable(form(launch, hw, policy) for form in known)
-    best = min(found, key=lambda time: time.seconds, default=None)
+    best: LaunchTime | None = None
+    for form in known:
+        least_s = math.inf if best is None else best.seconds
+        for time in form(launch, hw, policy, least_s):
+            best = time if best is None or time.seconds < best.seconds else best
     if best is None:
         return None
     if best.more:
@@ -277,7 +311,9 @@ def _not_before(time: LaunchTime, name: str, seconds: float) -> LaunchTime:
     return replace(time, seconds=max(time.seconds, time.terms["start"] + seconds), terms=terms)
 
 
-def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
+def _hopper(
+    launch: GemmGroup, hw: HardwareProfile, policy: Policy, known_s: float
+) -> Iterator[LaunchTime]:
     dtype, rate = tensor_dtype(launch, hw, policy)
     batch, m, columns, k, together = launch.sizes
     maps_fit, outputs_fit = tensor_maps_fit(launch.group, launch.parts, hw)
@@ -294,6 +330,8 @@ def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
         return
     pitches = [launch.pitches(p) for p in launch.products]
     _, extra, written, resident = launch.moved
+    widths = [n for _, _, n, _ in launch.segments]
+    size = min(dtype_bytes(launch.group.graph.tensors[t].dtype) for t in launch.group.outputs)
     work = GemmWork(
         batch,
         m,
@@ -309,17 +347,16 @@ def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
         launch.epilogue_s,
         resident,
         launch.more_b_bytes,
+        single_stores=any(n % 2 for n in widths),
         residual=extra >= written > 0,
+        wide_stores=size >= 4,
         computed_s=launch.left_s + element_seconds(hw) if launch.computes_left else 0.0,
     )
-    widths = [n for _, _, n, _ in launch.segments]
     stored = (
         outputs_fit
         and launch.outputs.is_boxed
         and all(n * dtype_bytes(dtype) % TMA_PITCH_BYTES == 0 for n in widths)
     )
-    size = min(dtype_bytes(launch.group.graph.tensors[t].dtype) for t in launch.group.outputs)
-    work = replace(work, single_stores=any(n % 2 for n in widths), wide_stores=size >= 4)
     more = (
         launch.outputs.direct_bytes / DIRECT_BYTES_PER_S
         if stored and not launch.has_partials
@@ -328,25 +365,48 @@ def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
     others = NARROW_TILES if m <= 64 else DIRECT_TILES
     # Matrices of the output's shape are read by the TMA, into what it stores.
     direct = extra < written and launch.tiles(128, 256 // together) <= FEW_WAVES * hw.num_sms
+    best: tuple[float, GemmTile] | None = None
     for block_m, block_n in STAGED_TILES + (others if direct else ()):
         tiles = launch.tiles(block_m, block_n // together)
         staged = (block_m, block_n) in STAGED_TILES and stored
-        whole = GemmTile(block_m, block_n, _stages(block_m, block_n), staged)
-        kinds = [whole]
-        defers = staged and not launch.computes_left
-        if defers:
-            kinds.append(replace(whole, deferred=True))
-        if defers and launch.siblings and block_m * block_n == LARGEST_TILE and m > block_m:
-            kinds.append(replace(whole, deferred=True, multicast=2))
+        kinds = _tiles(block_m, block_n, staged)
+        if not staged or launch.computes_left:
+            kinds = kinds[:1]
+        elif not (launch.siblings and block_m * block_n == LARGEST_TILE and m > block_m):
+            kinds = kinds[:2]
         if launch.siblings and tiles <= WELL_FILLED * hw.num_sms:
-            kinds += [replace(whole, staged=False, split=split) for split in (2, 4, 8)]
+            kinds += _split_tiles(block_m, block_n)
         for tile in kinds:
             if not launch.holds_pairs(block_n // together // tile.split):
                 continue
-            time = gemm_time(work, tile, hw)
-            seconds = (more if staged else 0.0) + launch.paired / PAIRED_PER_S
-            runs = launch.runs(block_m, block_n // together) if launch.computes_left else (1, 1)
-            yield LaunchTime("hopper", time.seconds, time.terms, runs, more=seconds)
+            seconds = gemm_seconds(work, tile, hw)
+            if best is None or seconds < best[0]:
+                best = seconds, tile
+    if best is None:
+        return
+    tile = best[1]
+    time = gemm_time(work, tile, hw)
+    staged = (tile.block_m, tile.block_n) in STAGED_TILES and stored
+    seconds = (more if staged else 0.0) + launch.paired / PAIRED_PER_S
+    runs = (1, 1)
+    if launch.computes_left:
+        runs = launch.runs(tile.block_m, tile.block_n // together)
+    yield LaunchTime("hopper", time.seconds, time.terms, runs, more=seconds)
+
+
+@cache
+def _tiles(block_m: int, block_n: int, staged: bool) -> tuple[GemmTile, ...]:
+    """A tile, the same deferred, and that of two blocks that share columns."""
+    whole = GemmTile(block_m, block_n, _stages(block_m, block_n), staged)
+    deferred = replace(whole, deferred=True)
+    return whole, deferred, replace(deferred, multicast=2)
+
+
+@cache
+def _split_tiles(block_m: int, block_n: int) -> tuple[GemmTile, ...]:
+    """A tile whose terms several blocks share."""
+    whole = GemmTile(block_m, block_n, _stages(block_m, block_n), staged=False)
+    return tuple(replace(whole, split=split) for split in (2, 4, 8))
 
 
 def _stages(block_m: int, block_n: int) -> int:

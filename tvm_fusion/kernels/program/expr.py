@@ -27,9 +27,23 @@ _BOOL = tvm.ir.PrimType("bool")
 DIVISIONS = (tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)
 
 
+_MOST_TYPES = 1024
+_dtypes: dict[int, tuple[Any, str]] = {}
+"""By address types, which are kept, and their dtypes: TVM has one for each dtype, and makes a new
+object of its dtype each time that it is asked for.
+"""
+
+
 def dtype_of(expr: Expr) -> str:
     """The dtype of a scalar expression."""
-    return str(expr.ty.dtype)
+    ty = expr.ty
+    address = ty.__chandle__()
+    known = _dtypes.get(address)
+    if known is None:
+        if len(_dtypes) >= _MOST_TYPES:  # types that were read from a file are none of TVM's own
+            _dtypes.clear()
+        known = _dtypes[address] = ty, str(ty.dtype)
+    return known[1]
 
 
 @cache

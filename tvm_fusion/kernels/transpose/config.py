@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ...errors import Unsupported
@@ -98,11 +99,16 @@ def transpose_configs(
     program: Program, hw: HardwareProfile
 ) -> list[TransposeConfig | DirectConfig]:
     """Legal configurations, the best guess first; none where no load is worth a tile."""
+    return list(_legal(program, hw))
+
+
+@lru_cache(maxsize=16)  # ranked, then written
+def _legal(program: Program, hw: HardwareProfile) -> tuple[TransposeConfig | DirectConfig, ...]:
     width = vector_width(program)
     for axis in tiled_axes(program, width):
         if configs := _configs(program, axis, width, hw):
-            return configs
-    return []
+            return tuple(configs)
+    return ()
 
 
 def _configs(

@@ -191,8 +191,8 @@ def fits(axes: Sequence[Sliding], config: WindowConfig) -> bool:
 
 def predicted(work: Work, config: WindowConfig, hw: HardwareProfile) -> float:
     """Seconds of one launch, without what the launch itself takes."""
-    found = estimate(traffic_of(work, config, hw), resources_of(work, config, hw), hw)
-    return found.body_us / 1e6
+    resources = resources_of(work, config, hw)
+    return estimate(_traffic(work, config, resources, hw), resources, hw).body_us / 1e6
 
 
 def threads_of(work: Work, config: WindowConfig) -> float:
@@ -206,6 +206,12 @@ def threads_of(work: Work, config: WindowConfig) -> float:
 
 def traffic_of(work: Work, config: WindowConfig, hw: HardwareProfile) -> Traffic:
     """What a launch moves and executes."""
+    return _traffic(work, config, resources_of(work, config, hw), hw)
+
+
+def _traffic(
+    work: Work, config: WindowConfig, resources: Resources, hw: HardwareProfile
+) -> Traffic:
     axes, threads = work.axes, threads_of(work, config)
     rows, needed = rows_of(axes, config), axes[-1].needed(config.width)
     places, results = rows * len(needed), config.width * config.tall
@@ -236,7 +242,6 @@ def traffic_of(work: Work, config: WindowConfig, hw: HardwareProfile) -> Traffic
         "division": threads * (places * work.before.division + results * work.after.division),
         "conversion": threads * (places * work.before.conversion + results * work.after.conversion),
     }
-    resources = resources_of(work, config, hw)
     slots = resident_blocks(config.threads, resources.registers_per_thread, 0, hw)
     loaded = sum(size * len(needed) for size in work.loads)
     flying = min(float(rows * loaded), hw.thread_bytes_in_flight)

@@ -23,13 +23,16 @@ from .cost import (
     WELL_FILLED,
     GemmTile,
     GemmWork,
-    gemm_time,
+    gemm_seconds,
     stripe,
 )
 from .model import BOX, HopperProblem, HopperSegment, OperandView
 from .plan import BARRIER_BYTES, BOX_BYTES, DATA_STAGES, DEFERRED_STEPS, make_plan
 
 MAX_STAGES = 16
+
+SHARED = {f.name for f in fields(GemmTile)} & {f.name for f in fields(HopperConfig)}
+"""What a tile has of its configuration."""
 
 # Names of rates in the profile that are not those of the operands' dtype.
 RATE_OF = {"float32": "tfloat32"}
@@ -55,7 +58,7 @@ def rank_configs(
             except Unsupported:
                 continue
             work = work_by_rows(1 if problem.shared else config.block_m)
-            seconds = gemm_time(work, tile_of(config, plan.ahead, problem), hw).seconds
+            seconds = gemm_seconds(work, tile_of(config, plan.ahead, problem), hw)
             found.append((seconds, len(found), config))
     return [(time, config) for time, _, config in sorted(found, key=lambda item: item[:2])]
 
@@ -147,8 +150,7 @@ def tile_of(
     config: HopperConfig, ahead: bool = False, problem: HopperProblem | None = None
 ) -> GemmTile:
     """What the cost model sees of a configuration; `ahead` is that of its plan."""
-    shared = {f.name for f in fields(GemmTile)} & {f.name for f in fields(HopperConfig)}
-    tile = GemmTile(**{name: getattr(config, name) for name in shared}, ahead=ahead)
+    tile = GemmTile(**{name: getattr(config, name) for name in SHARED}, ahead=ahead)
     if problem is None or problem.taps == 1:
         return tile
     rim = problem.box_bytes / (BOX * STEP_BYTES)

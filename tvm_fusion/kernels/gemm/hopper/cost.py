@@ -18,6 +18,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from ....config import HardwareProfile
 from ...group.traffic import clusters_on_device
@@ -283,9 +285,28 @@ def gemm_time(
     fitted : Coefficients, optional
         By default those of the kind of A.
     """
-    if fitted is None:
-        fitted = FITTED if work.a_bytes is None else WINDOWS
-    return _Model(work, tile, hw, fitted).time()
+    return _Model(work, tile, hw, fitted or _fitted(work)).time()
+
+
+def gemm_seconds(work: GemmWork, tile: GemmTile, hw: HardwareProfile) -> float:
+    """The seconds of `gemm_time` alone, where many tiles are compared."""
+    return _Model(work, tile, hw, _fitted(work)).found().seconds
+
+
+def _fitted(work: GemmWork) -> Coefficients:
+    return FITTED if work.a_bytes is None else WINDOWS
+
+
+class _Found(NamedTuple):
+    """Seconds of a launch; its waves, a step of a whole one and of the last, and what else takes
+    time, by name.
+    """
+
+    seconds: float
+    waves: int
+    whole: dict[str, float]
+    last: dict[str, float]
+    others: dict[str, float]
 
 
 class _Model:
@@ -312,26 +333,36 @@ class _Model:
         self.steps = -(-steps // tile.split)
 
     def time(self) -> GemmTime:
+        """The predicted time, with its terms."""
+        seconds, waves, whole, last, others = self.found()
+        terms = {n: self.steps * ((waves - 1) * whole[n] + last[n]) for n in whole}
+        shown = {name: seconds for name, seconds in (terms | others).items() if seconds > 0}
+        return GemmTime(seconds, shown)
+
+    def found(self) -> _Found:
+        """The predicted time, and what it is made of."""
         f, work = self.fitted, self.work
         waves = -(-self.tiles // self.blocks)
         last = self.tiles - (waves - 1) * self.blocks
-        whole = self._step()
-        rest = whole if last == self.blocks else {**whole, "l2": self._l2(last)}
-        body = self.steps * ((waves - 1) * _longest(whole) + _longest(rest))
+        whole = rest = self._step()
+        step = last_step = _longest(whole)
+        if last != self.blocks:
+            rest = {**whole, "l2": self._l2(last)}
+            last_step = _longest(rest)
+        body = self.steps * ((waves - 1) * step + last_step)
         epilogue = self._epilogue()
         shown = epilogue
         if self.tile.deferred:
-            shown = max(0.0, epilogue - f.hidden * self.steps * _longest(whole))
+            shown = max(0.0, epilogue - f.hidden * self.steps * step)
         epilogue += (waves - 1) * shown
         hbm = self._bytes() / (self.hw.hbm_bytes_per_s * f.hbm_share)
-        operations = work.operation_s * work.cells
-        longest = [body + epilogue, hbm, self._power(), operations]
+        operations, power = work.operation_s * work.cells, self._power()
         exchange = self._exchange() + (f.multicast_s if self.tile.multicast > 1 else 0.0)
-        terms = {n: self.steps * ((waves - 1) * whole[n] + rest[n]) for n in whole}
-        terms |= {"epilogue": epilogue, "hbm": hbm, "power": longest[2], "exchange": exchange}
-        terms |= {"operations": operations, "start": f.start_s}
-        shown = {name: seconds for name, seconds in terms.items() if seconds > 0}
-        return GemmTime(f.start_s + _norm(longest, f.exponent) + exchange, shown)
+        longest = [body + epilogue, hbm, power, operations]
+        seconds = f.start_s + _norm(longest, f.exponent) + exchange
+        others = {"epilogue": epilogue, "hbm": hbm, "power": power, "exchange": exchange}
+        others |= {"operations": operations, "start": f.start_s}
+        return _Found(seconds, waves, whole, rest, others)
 
     def _step(self) -> dict[str, float]:
         """Seconds of one step while all places have a tile, by what limits it."""
@@ -359,9 +390,13 @@ class _Model:
 
     def _l2(self, tiles: int) -> float:
         """Seconds of the L2 in a step while so many tiles are under way."""
-        a, b = self._boxes()
-        from_a, from_b = self._shared()
-        return tiles * self.tile.split * (a * from_a + b * from_b) / self.hw.l2_bytes_per_s
+        return tiles * self.tile.split * self._served / self.hw.l2_bytes_per_s
+
+    @cached_property
+    def _served(self) -> float:
+        """Bytes of a tile's step that the L2 itself has to serve."""
+        (a, b), (from_a, from_b) = self._boxes(), self._shared()
+        return a * from_a + b * from_b
 
     def _boxes(self) -> tuple[float, int]:
         """Bytes of A and of B that a tile takes in a step."""
@@ -473,7 +508,7 @@ def _longest(step: Mapping[str, float]) -> float:
     Consumers compute while others' wgmmas run, but all of it shows: 81 kernels on an H200
     (2026-11-27, `tests/data/prologue_sweep_h200.json`) are predicted with a median error of 8 % so.
     """
-    others = max(seconds for name, seconds in step.items() if name != "computed")
+    others = max(step["step"], step["tensor"], step["port"], step["smem"], step["l2"])
     return step["computed"] + others
 
 

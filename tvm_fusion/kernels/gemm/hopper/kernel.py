@@ -13,6 +13,7 @@ computed of A), `epilogue`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from tvm import tirx
 from tvm.ir import Expr
@@ -126,6 +127,11 @@ def emit_problem(
 
 def _problems(contraction: Contraction, hw: HardwareProfile) -> dict[int, HopperProblem]:
     check_architecture(hw)
+    return _read(contraction)
+
+
+@lru_cache(maxsize=16)  # ranked, then written
+def _read(contraction: Contraction) -> dict[int, HopperProblem]:
     return read_problems(contraction)
 
 

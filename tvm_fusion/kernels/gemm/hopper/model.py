@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import tvm_ffi
 from tvm.ir import Call, Expr, Var
@@ -60,8 +61,13 @@ class OperandView:
 
     def boxes(self, rows: int) -> TensorMap:
         """Boxes of 128 bytes of terms by `rows` rows, or of 128 bytes of contiguous rows."""
-        box = {self.rows: rows if self.k_major else BOX, "k": STEP_BYTES // bytes_of(self.dtype)}
-        return tensor_map(self.param, self.dtype, self.access, self.inner, box)
+        return _boxes(self, rows if self.k_major else BOX)
+
+
+@lru_cache(maxsize=256)  # of each operand for all configurations
+def _boxes(view: OperandView, rows: int) -> TensorMap:
+    box = {view.rows: rows, "k": STEP_BYTES // bytes_of(view.dtype)}
+    return tensor_map(view.param, view.dtype, view.access, view.inner, box)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -365,11 +371,13 @@ class HopperProblem:
     @property
     def unlowered_functions(self) -> bool:
         """Whether the epilogue calls functions that exact rounding keeps as they are."""
+        if not self.contraction.exact:
+            return False
         calls: list[Call] = []
         for segment in self.segments:
             for item in (*segment.bindings, *segment.outputs):
                 tvm_ffi.structural_walk(item.value, [(Call, calls.append)])
-        return self.contraction.exact and bool(calls)
+        return bool(calls)
 
     @property
     def pairs_with_wide_loads(self) -> bool:

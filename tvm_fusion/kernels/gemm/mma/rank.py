@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ....config import HardwareProfile, Policy
 from ....errors import Unsupported
@@ -163,12 +164,13 @@ def mma_ranked(
     if not tf32 and policy is not None and policy.rounding == "exact" and _has_float32(segments):
         raise Unsupported("float32 is not multiplied in parts where rounding is 'exact'")
     found: list[tuple[float, int, MmaConfig]] = []
+    beside = _Beside.of(contraction, segments, hw)
     for config in _candidates(segments, hw, tf32):
         try:
             check_config(segments, config, hw)
         except Unsupported:
             continue
-        found.append((_seconds(contraction, segments, config, hw), len(found), config))
+        found.append((_seconds(beside, segments, config, hw), len(found), config))
     if not found:
         raise Unsupported("no tile of this contraction fits")
     return [(seconds, config) for seconds, _, config in sorted(found, key=lambda x: x[:2])]
@@ -340,35 +342,65 @@ def _resident(segments: Sequence[MmaSegment], c: MmaConfig, hw: HardwareProfile)
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """What all configurations of a contraction have in common.
+
+    Attributes
+    ----------
+    sizes : batch, M and N of each segment, and K of each of its loops.
+    moved_bytes : of all tensors.
+    residuals : see `_residuals`.
+    operations_s : what the device needs for the epilogue's operations.
+    """
+
+    sizes: tuple[tuple[int, int, int, tuple[int, ...]], ...]
+    moved_bytes: int
+    residuals: float
+    operations_s: float
+
+    @classmethod
+    def of(
+        cls, contraction: Contraction, segments: Sequence[MmaSegment], hw: HardwareProfile
+    ) -> _Beside:
+        """That of a contraction; symbolic sizes are assumed."""
+        spaces = [s.segment for s in segments]
+        terms = (tuple(assumed(loop.K) for loop in s.loops) for s in segments)
+        sizes = tuple(
+            (assumed(s.B), assumed(s.M), assumed(s.N), k)
+            for s, k in zip(spaces, terms, strict=True)
+        )
+        cells = sum(batch * m * n for batch, m, n, _ in sizes)
+        moved = sum(bytes_of(p.dtype) * p.elements for p in contraction.params if _static(p))
+        operations = OPERATION_LATENCY * operation_s(spaces, hw) * cells
+        return cls(sizes, moved, _residuals(contraction, segments), operations)
+
+
 def _seconds(
-    contraction: Contraction, segments: Sequence[MmaSegment], c: MmaConfig, hw: HardwareProfile
+    beside: _Beside, segments: Sequence[MmaSegment], c: MmaConfig, hw: HardwareProfile
 ) -> float:
     """Predicted time: tiles of the busiest multiprocessor, each at the rate of what limits it,
     beside the compulsory bytes (they overlap, more so where one takes much longer).
     """
-    tiles, cells, work, waiting, epilogue, flight = 0, 0, 0.0, 0.0, 0.0, 0.0
-    for s in segments:
-        cells += assumed(s.segment.M) * assumed(s.segment.N) * assumed(s.segment.B)
-        rows = ceil_div(assumed(s.segment.M), c.block_m)
-        count = rows * ceil_div(assumed(s.segment.N), c.block_n) * assumed(s.segment.B)
+    tiles, work, waiting, epilogue, flight = 0, 0.0, 0.0, 0.0, 0.0
+    for s, (batch, m, n, terms) in zip(segments, beside.sizes, strict=True):
+        count = ceil_div(m, c.block_m) * ceil_div(n, c.block_n) * batch
         tiles += count
-        for loop in s.loops:
-            steps = ceil_div(assumed(loop.K), c.step_bytes // loop.a.element)
+        for loop, k in zip(s.loops, terms, strict=True):
+            steps = ceil_div(k, c.step_bytes // loop.a.element)
             work += count * steps * _step_seconds(loop, c, hw)
             waiting += count * steps * _waiting_seconds(loop, c)
             flight += count * steps * flight_seconds(c.stages, hw) if c.is_deep else 0.0
         epilogue += count * c.block_m * c.block_n / 128**2 * EPILOGUE_SECONDS
-    epilogue *= 1 + _residuals(contraction, segments)
+    epilogue *= 1 + beside.residuals
     turns = math.ceil(tiles / hw.num_sms)
     resident = min(turns, _resident(segments, c, hw))
     # Blocks beside each other hide one another's waits and epilogues.
     each = work / tiles + (epilogue + waiting) / tiles / resident
     each = max(each, (flight + epilogue) / tiles / resident)
-    moved = sum(bytes_of(p.dtype) * p.elements for p in contraction.params if _static(p))
     rate = hw.hbm_bytes_per_s * (DEEP_READS if c.is_deep else 1.0)
-    busy = math.hypot((turns * each) ** 2, (moved / rate) ** 2) ** 0.5
-    operations = OPERATION_LATENCY * operation_s([s.segment for s in segments], hw) * cells
-    return hw.kernel_gap_us * 1e-6 + START_SECONDS + busy + operations
+    busy = math.hypot((turns * each) ** 2, (beside.moved_bytes / rate) ** 2) ** 0.5
+    return hw.kernel_gap_us * 1e-6 + START_SECONDS + busy + beside.operations_s
 
 
 def flight_seconds(stages: int, hw: HardwareProfile) -> float:
