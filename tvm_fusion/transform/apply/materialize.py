@@ -192,7 +192,8 @@ def _sizes(
     values = values.fields if isinstance(values, relax.Tuple) else [values]
     results = call.ty.fields if isinstance(call.ty, relax.TupleType) else [call.ty]
     buffers = [p for p in callee.params if isinstance(p.ty, tirx.BufferType)]
-    for param, ty in zip(buffers, [*(v.ty for v in values), *results], strict=True):
+    tensors = [v.ty for v in values if not isinstance(v.ty, tvm.ir.PrimType)]  # others are numbers
+    for param, ty in zip(buffers, [*tensors, *results], strict=True):
         for own, extent in zip(param.ty.shape, ty.shape.values, strict=True):
             if isinstance(own, tirx.Var) and given >= set(symbols_of([extent])):
                 found.setdefault(own, bounds_within(extent, known))
