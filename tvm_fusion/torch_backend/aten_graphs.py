@@ -23,7 +23,7 @@ from torch.export.exported_program import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tvm_fusion.frontends.torch.complex.pairs import is_complex_node, read_parts
-from tvm_fusion.frontends.torch.decompositions import decompositions
+from tvm_fusion.frontends.torch.decompositions import decompositions, flex_attention_opened
 from tvm_fusion.frontends.torch.recurrent import states_in_shape
 from tvm_fusion.torch_backend.collectives import merge_repeated
 
@@ -90,7 +90,8 @@ def traced(
         if not whole:
             table = {op: rule for op, rule in table.items() if op != _attention_on_cpu}
     # operators that are kept whole are not torn apart by their implicit decompositions
-    with _override_composite_implicit_decomp(dict(whole)), states_in_shape():
+    opened = _override_composite_implicit_decomp(dict(whole))
+    with opened, states_in_shape(), flex_attention_opened():
         make = aot_autograd(
             fw_compiler=compiled,
             inference_compiler=compiled,

@@ -4,23 +4,34 @@ decompositions of PyTorch's that are put right here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import fx
+from torch._C import _functorch as functorch
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._higher_order_ops.flex_attention import flex_attention
+from torch._higher_order_ops.utils import reenter_make_fx
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from . import images
 from .backward import BACKWARD
 from .complex import complex_numbers, fourier
 from .complex.complex_matrices import MATRICES
 from .complex.complex_numbers import first_of, of_real
-from .composites import COMPOSITES, chunked_losses
+from .composites import COMPOSITES, chunked_losses, wide
 from .solvers import SOLVERS
 from .special.one_variable import SPECIAL
 from .written.scatters import SCATTERS
 from .written.segments import SEGMENTS
 
 _aten = torch.ops.aten
+_log = logging.getLogger(__name__)
 
 # Their decompositions hide what they are: `linear` becomes view, permute, addmm, view; `matmul`
 # becomes expand, view, bmm, view; attention scales twice and searches for rows without a key. That
@@ -215,3 +226,134 @@ def decompositions(of_complex: bool = True) -> Any:
     for operator, rule in rules.items():
         table[operator] = first_of(rule, table.pop(operator, None))
     return table
+
+
+# ---- `torch.nn.attention.flex_attention`, which calls functions of a score and of its place.
+#
+#     flex_attention(q, k, v, f, mask)
+#         s = f(q k^T * scale, b, h, i, j);  softmax(where(mask(b, h, i, j), s, -inf)) v
+#
+# The functions are applied to all scores at once. As in eager execution, what a mask shows is what
+# its function says, not its blocks. Those that `vmap` cannot map stay whole, and run in torch.
+
+_is_opened: ContextVar[bool] = ContextVar("is_opened", default=False)
+_PLACES = (0, 1, 2, 3)  # batch, head, query, key
+
+
+@contextmanager
+def flex_attention_opened() -> Iterator[None]:
+    """A context in which torch traces `flex_attention` as the operators that it is composed of."""
+    if flex_attention.python_key_table[ProxyTorchDispatchMode] is not _traced_flex_attention:
+        _whole.append(flex_attention.python_key_table[ProxyTorchDispatchMode])
+        flex_attention.python_key_table[ProxyTorchDispatchMode] = _traced_flex_attention
+    token = _is_opened.set(True)
+    try:
+        yield
+    finally:
+        _is_opened.reset(token)
+
+
+_whole: list[Callable[..., Any]] = []  # what torch traces it with
+
+
+def _traced_flex_attention(mode: ProxyTorchDispatchMode, *given: Any, **options: Any) -> Any:
+    if _is_opened.get():
+        maps_each = functorch._is_vmap_fallback_enabled()
+        functorch._set_vmap_fallback_enabled(False)  # which calls an operator for each element
+        try:
+            return _opened_flex_attention(mode, *given, **options)
+        except Exception as error:  # of a function that is called with all places
+            _log.info("flex_attention stays whole: %s", error)
+        finally:
+            functorch._set_vmap_fallback_enabled(maps_each)
+    return _whole[-1](mode, *given, **options)
+
+
+def _opened_flex_attention(
+    mode: ProxyTorchDispatchMode,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., torch.Tensor],
+    block_mask: tuple,
+    scale: float,
+    kernel_options: Any,
+    score_mod_other_buffers: tuple = (),
+    mask_mod_other_buffers: tuple = (),
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    place = [query.new_zeros((), dtype=torch.int) for _ in _PLACES]
+    score = wide(query.new_zeros(()))
+    with TransformGetItemToIndex():
+        change = reenter_make_fx(score_mod)(score, *place, *score_mod_other_buffers)
+        shows = reenter_make_fx(block_mask[-1])(*place, *mask_mod_other_buffers)
+    with mode:
+        key, value = (_as_queries(x, query) for x in (key, value))
+        places = [torch.arange(n, device=query.device) for n in (*query.shape[:3], key.shape[2])]
+        shown = None
+        if not _is_true(shows):
+            shown = _at_places(shows, [], places, mask_mod_other_buffers)
+        scores = wide(query) @ wide(key).transpose(-2, -1) * scale
+        is_changed = _result(change) is not change.graph.find_nodes(op="placeholder")[0]
+        if is_changed:
+            scores = _at_places(change, [scores], places, score_mod_other_buffers)
+        if shown is not None:
+            scores = torch.where(shown, scores, -math.inf)
+        # where nothing hides a key, every query sees one
+        softmax = _aten._safe_softmax if is_changed or shown is not None else torch.softmax
+        result = softmax(scores, -1).to(query.dtype) @ value.to(query.dtype)
+        two = math.log(2)
+        statistics = torch.logsumexp(scores, -1) / two, scores.amax(-1) / two
+        return _laid_as(result, query), *statistics
+
+
+def _result(graph: fx.GraphModule) -> Any:
+    """The node that a graph returns."""
+    (result,) = graph.graph.output_node().args
+    return result
+
+
+def _is_true(graph: fx.GraphModule) -> bool:
+    """Whether a graph returns True whatever it is given."""
+    made = _result(graph)
+    return made.target is _aten.full.default and bool(made.args[1])
+
+
+def _at_places(
+    graph: fx.GraphModule,
+    scores: Sequence[torch.Tensor],
+    places: Sequence[torch.Tensor],
+    buffers: Sequence[Any],
+) -> torch.Tensor:
+    """What a graph makes of each score and its place, or of places alone; axes of places that it
+    does not read have one element there.
+    """
+    taken = graph.graph.find_nodes(op="placeholder")[len(scores) :]
+    mapped = [at for at in _PLACES if scores or taken[at].users]
+    apply: Callable[..., torch.Tensor] = graph
+    for at in reversed(mapped):
+        axes = [0 if other == at else None for other in _PLACES]
+        apply = torch.vmap(apply, (*[0] * len(scores), *axes, *[None] * len(buffers)))
+    given = [x if at in mapped else x.new_zeros(()) for at, x in enumerate(places)]
+    found = apply(*scores, *given, *buffers)
+    for at in _PLACES:
+        if at not in mapped:
+            found = found.unsqueeze(at)
+    return found
+
+
+def _as_queries(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values, repeated for the queries that share them."""
+    batch, heads = query.shape[:2]
+    if x.shape[1] != heads:
+        groups = heads // x.shape[1]
+        x = x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2)
+    return x if x.shape[0] == batch else x.expand(batch, -1, -1, -1)
+
+
+def _laid_as(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """x with its axes in memory in the order of those of the queries, the last one last."""
+    order = [*sorted(range(3), key=lambda axis: -query.stride(axis)), 3]
+    if order == [0, 1, 2, 3]:
+        return x
+    back = sorted(range(4), key=order.__getitem__)
+    return x.permute(order).contiguous().permute(back)

@@ -61,7 +61,7 @@ from .convention import (
     values_later,
     views_of,
 )
-from .decompositions import decompositions
+from .decompositions import decompositions, flex_attention_opened
 from .importer import Importer, is_weight_elsewhere
 from .refusals import OperatorsRefused, origin_of, stopped_export
 from .slices import merge_equal_splits
@@ -198,7 +198,7 @@ def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedPr
     """A program of core operators and of those that are kept whole, without assertions and inputs
     that are no tensors, its weights on the CPU.
     """
-    with _ONE_AT_A_TIME, _quiet(), recurrent.states_in_shape():
+    with _ONE_AT_A_TIME, _quiet(), recurrent.states_in_shape(), flex_attention_opened():
         program = _on_cpu(program.run_decompositions(decompositions()))
     drop_assertions(program)
     drop_fixed_inputs(program)
