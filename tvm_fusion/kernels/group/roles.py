@@ -20,11 +20,13 @@ KEY_BYTES = 4
 
 
 class Role(Enum):
-    """FULL: a value for each row and column. ROW: one for each row. SMALL: made of inputs only, so
-    that any reader computes what it needs of it. SUM: summed over rows, one for each column.
+    """FULL: a value for each row and column. PART: as many for each row as some of its columns.
+    ROW: one for each row. SMALL: made of inputs only, so that any reader computes what it needs of
+    it. SUM: summed over rows, one for each column.
     """
 
     FULL = "full"
+    PART = "part"
     ROW = "row"
     SMALL = "small"
     SUM = "sum"

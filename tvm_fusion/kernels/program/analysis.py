@@ -232,13 +232,14 @@ SUPPORTED_DTYPES = re.compile(
 )
 
 
-def analyze(func: tirx.PrimFunc, exact: bool = False) -> Program:
+def analyze(func: tirx.PrimFunc, exact: bool = False, parts: bool = False) -> Program:
     """The row program that a fused PrimFunc computes.
 
     Parameters
     ----------
     func : s_tir PrimFunc of complete blocks, unscheduled; static or symbolic shapes.
     exact : keep every rounding of the unfused graph, instead of rounding only what is stored.
+    parts : whether outputs behind reductions may have a part of the columns (`Output.share`).
 
     Returns
     -------
@@ -251,7 +252,7 @@ def analyze(func: tirx.PrimFunc, exact: bool = False) -> Program:
     Unsupported
         Where the function is not one space of rows x columns; the message says why.
     """
-    analysis = _Analysis(func, exact)
+    analysis = _Analysis(func, exact, parts)
     try:
         reductions = [d for d in analysis.blocks if d.kind is not None and not is_window(d)]
         sums = sums_over_rows(reductions)
@@ -270,8 +271,8 @@ def analyze(func: tirx.PrimFunc, exact: bool = False) -> Program:
 class _Analysis:
     """A function, and its programs over given spaces."""
 
-    def __init__(self, func: tirx.PrimFunc, exact: bool) -> None:
-        self.exact = exact
+    def __init__(self, func: tirx.PrimFunc, exact: bool, parts: bool) -> None:
+        self.exact, self.parts = exact, parts
         self.params = read_params(func)
         self.blocks = read_definitions(func)
         self.definitions = {definition.buffer: definition for definition in self.blocks}
@@ -298,9 +299,28 @@ class _Analysis:
         orders = walks(space, [d for d in reductions if d not in sums])
         summed = [i for i in outputs if self.definition(i) in sums]
         plain = [i for i in outputs if i not in summed]
-        found = tuple(_output(i, self.definition(i), space, resolver, orders) for i in plain)
+        found = tuple(
+            _part_of_rows(i, self.definition(i), space, resolver, share)
+            if (share := self._share(self.definition(i), space)) > 1
+            else _output(i, self.definition(i), space, resolver, orders)
+            for i in plain
+        )
         over_rows = tuple(accumulation(i, self.definition(i), space, resolver) for i in summed)
         return placeholders.program(self.name, found, self.exact, over_rows)
+
+    def _share(self, definition: Definition, space: Space) -> int:
+        """How many times a row's columns are what the definition has of each row, if it is a part
+        of them that is taken.
+        """
+        if not self.parts or not isinstance(space.columns, int):
+            return 1
+        elements, rows = math.prod(definition.shape), math.prod(space.rows)
+        if isinstance(elements, int) and isinstance(rows, int):
+            own = elements // rows if rows and elements % rows == 0 else 0
+        else:
+            *outer, own = definition.shape or (1,)
+            own = own if isinstance(own, int) and space.is_row(outer) else 0
+        return space.columns // own if own > 1 and space.columns % own == 0 else 1
 
 
 def _pointwise(analysis: _Analysis) -> Program:
@@ -376,6 +396,19 @@ def _plain_output(
     offset = space.analyzer.simplify(offset)
     phase = resolver.placeholders.phase(value)
     return Output(param, value, offset, definition.dtype, full, phase)
+
+
+def _part_of_rows(
+    param: int, definition: Definition, space: Space, resolver: Resolver, share: int
+) -> Output:
+    """An output of the first columns of each row: those are as many as one of `share` parts."""
+    if definition.is_part:
+        raise Unsupported(f"{definition.buffer.name} is written in part by a part of the columns")
+    own = space.narrowed(space.columns // share)
+    value = resolver.read(definition.buffer, own.indices(definition.shape, True), None)
+    offset = space.row_index * constant(own.columns, space.index_dtype)
+    offset, phase = space.analyzer.simplify(offset), resolver.placeholders.phase(value)
+    return Output(param, value, offset, definition.dtype, True, phase, share=share)
 
 
 def _placed_output(

@@ -169,7 +169,8 @@ class Output:
 
     `value` has not yet been cast to `dtype`. It is known once `phase` phases of reductions are
     done. A full output whose columns are not consecutive in memory has a `place` instead: the
-    element that holds column j, an expression over the row variables and the column variable.
+    element that holds column j, an expression over the row variables and the column variable. Of
+    one with a `share` above 1, a row has the first of so many equal parts of the columns only.
     """
 
     param: int
@@ -179,6 +180,7 @@ class Output:
     full: bool
     phase: int
     place: Expr | None = None
+    share: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

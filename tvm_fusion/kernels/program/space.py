@@ -42,6 +42,12 @@ class Space:
         extents = (*self.rows, self.columns)
         return flatten((*self.row_vars, self.column_var), extents, self.index_dtype)
 
+    def narrowed(self, columns: int) -> Space:
+        """The same coordinates over fewer columns."""
+        coordinates = (*self.row_vars, self.column_var)
+        analyzer = _analyzer(coordinates, (*self.rows, columns))
+        return dataclasses.replace(self, columns=columns, analyzer=analyzer)
+
     def equal(self, a: Extent, b: Extent) -> bool:
         """Whether two sizes are equal for all values of the symbolic variables."""
         if isinstance(a, int) and isinstance(b, int):
@@ -114,7 +120,12 @@ def _index_dtype(definitions: Sequence[Definition]) -> str:
 def _make(rows: Sequence[Extent], columns: Extent, dtype: str) -> Space:
     row_vars = tuple(Var(f"i{axis}", tvm.ir.PrimType(dtype)) for axis in range(len(rows)))
     column_var = Var("j", tvm.ir.PrimType(dtype))
-    analyzer = tvm.sym.Analyzer()
-    for var, extent in zip((*row_vars, column_var), (*rows, columns), strict=True):
-        analyzer.bind(var, tvm.ir.Range(0, extent))
+    analyzer = _analyzer((*row_vars, column_var), (*rows, columns))
     return Space(tuple(rows), columns, row_vars, column_var, analyzer)
+
+
+def _analyzer(coordinates: Sequence[Var], extents: Sequence[Extent]) -> tvm.sym.Analyzer:
+    analyzer = tvm.sym.Analyzer()
+    for var, extent in zip(coordinates, extents, strict=True):
+        analyzer.bind(var, tvm.ir.Range(0, extent))
+    return analyzer

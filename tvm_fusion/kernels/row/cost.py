@@ -308,11 +308,13 @@ class _Model:
         """Bytes that HBM moves, and those that only the L2 does."""
         work, config, hw = self.work, self.config, self.hw
         elements = work.rows * work.columns
-        once = elements * (work.streamed + work.stored) + work.rows * work.row_bytes
+        once = elements * (work.streamed - work.reread + work.stored)
+        once += work.rows * work.row_bytes
         once += work.columns * work.shared
         blocks = self.slots / hw.num_sms
         again = elements * work.shared / config.rows
         again *= _missed(work.columns * work.shared / config.cluster, hw.smem_per_sm_bytes)
+        again += elements * work.reread
         if config.form is not Form.LOOP:
             return once, again
         repeated = elements * max(0, sum(s.streamed for s in self.sweeps) - work.streamed)

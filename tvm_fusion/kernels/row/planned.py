@@ -32,6 +32,8 @@ STREAMING_REGISTERS = 32
 STREAMED_VECTORS = 128
 """Vectors from which on a row that is gone over once is streamed."""
 PARTIAL_BYTES = 128
+MOST_PIECES = 4
+"""Of a row whose pieces are worked on side by side: so many vectors a thread holds at least."""
 CLUSTERS = (1, 2, 4, 8)
 
 

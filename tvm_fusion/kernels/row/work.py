@@ -194,6 +194,8 @@ class RowWork:
     ----------
     rows, columns : symbolic ones count as `ASSUMED_EXTENT`.
     streamed, shared, stored : bytes, each input and output once.
+    reread : those of `streamed` that the caches have: of a row, or of a vector that all rows read,
+        at another place.
     row_bytes : bytes of a row that do not depend on its length.
     kept : bytes of values that stay in registers between sweeps.
     merged, plain : sweeps with and without running sums, nothing but inputs kept in registers.
@@ -214,6 +216,7 @@ class RowWork:
     plain_kept: tuple[Sweep, ...]
     accesses: Mapping[int, Accesses]
     lookups: int
+    reread: int = 0
 
     def chunks(self, width: int, threads: int, columns: int = 0) -> int:
         """Vectors of `width` of a row, or of one of so many columns, for each of its threads."""
@@ -260,7 +263,15 @@ def row_work(program: Program, widths: Iterable[int], slots: Mapping[str, float]
         plain_kept=count_sweeps(program, kept_values(program), slots),
         accesses={width: _accesses(program, width) for width in dict.fromkeys(widths)},
         lookups=_lookups(program),
+        reread=sum(bytes_of(e.dtype) for e in elements if _is_near(program, e)),
     )
+
+
+def _is_near(program: Program, element: Element) -> bool:
+    """Whether an element lies in what its row reads anyway, or in a vector that all rows read."""
+    size = program.params[element.param].elements
+    shared = isinstance(size, int) and isinstance(program.columns, int) and size <= program.columns
+    return shared or any(tile.param == element.param for tile in program.tiles)
 
 
 def _size(extent: Extent) -> int:
