@@ -4,8 +4,9 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tvm_fusion._arguments import TARGET_HELP
@@ -105,10 +106,22 @@ def _compile_time(args: argparse.Namespace) -> int:
 
 def _real_models(args: argparse.Namespace) -> int:
     """Measure whole models through `torch.compile`; see `real_models`."""
+    return _through_torch_compile(
+        real_models, args, lambda row: {OURS, "case"} & row["failures"].keys()
+    )
+
+
+def _through_torch_compile(
+    suite: ModuleType,
+    args: argparse.Namespace,
+    has_failed: Callable[[dict[str, Any]], object],
+    **options: Any,
+) -> int:
+    """Measure cases of a suite that compiles each in a process of its own."""
     device = _device(args)
-    names = real_models.names_of(args.only, args.part)
+    names = suite.names_of(args.only, args.part)
     with only_results_on_stdout():
-        result = real_models.measure(
+        result = suite.measure(
             names,
             device,
             args.out,
@@ -119,10 +132,11 @@ def _real_models(args: argparse.Namespace) -> int:
             workers=args.workers,
             patience_s=args.patience,
             ready_s=args.ready,
+            **options,
         )
-    print(json.dumps(result, allow_nan=False) if args.json else real_models.text(result))
+    print(json.dumps(result, allow_nan=False) if args.json else suite.text(result))
     own = [row for row in result["rows"] if row["name"] in names]
-    return CHECK_FAILED if any({OURS, "case"} & row["failures"].keys() for row in own) else 0
+    return CHECK_FAILED if any(map(has_failed, own)) else 0
 
 
 def _tensor_parallel(args: argparse.Namespace) -> int:
@@ -149,25 +163,8 @@ def _tensor_parallel(args: argparse.Namespace) -> int:
 
 def _symbolic(args: argparse.Namespace) -> int:
     """Measure programs with symbolic sizes; see `symbolic`."""
-    device = _device(args)
-    names = symbolic.names_of(args.only, args.part)
-    with only_results_on_stdout():
-        result = symbolic.measure(
-            names,
-            device,
-            args.out,
-            log.info,
-            dtype=args.dtype,
-            tiny=args.scale < 1,
-            labels=symbolic.labels_of(args.peers),
-            repeats=args.repeats,
-            workers=args.workers,
-            patience_s=args.patience,
-            ready_s=args.ready,
-        )
-    print(json.dumps(result, allow_nan=False) if args.json else symbolic.text(result))
-    own = [row for row in result["rows"] if row["name"] in names]
-    return CHECK_FAILED if any(map(symbolic.has_failed, own)) else 0
+    labels = symbolic.labels_of(args.peers)
+    return _through_torch_compile(symbolic, args, symbolic.has_failed, labels=labels)
 
 
 def _device(args: argparse.Namespace) -> str:

@@ -11,25 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from tvm_fusion.compilation import compiler
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    """The compiled modules, in the order in which they were made."""
-    made, compile_ = [], compiler.compile
-    monkeypatch.setattr(
-        compiler, "compile", lambda *a, **k: made.append(compile_(*a, **k)) or made[-1]
-    )
-    return made
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def check(function, *inputs, rtol=1e-4, **options):

@@ -11,25 +11,7 @@ from torch._higher_order_ops import scan, while_loop
 
 from tvm_fusion.errors import FrontendError
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    """The compiled modules, in the order in which they were made."""
-    import tvm_fusion.compilation.compiler as compiler
-
-    made, compile_ = [], compiler.compile
-    monkeypatch.setattr(
-        compiler, "compile", lambda *a, **k: made.append(compile_(*a, **k)) or made[-1]
-    )
-    return made
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def compiled(model, **options):

@@ -26,15 +26,9 @@ from ..support.fake_cuda_graph import capture_on_cpu
 from ..support.models import tiny_bert, tiny_llama
 from ..support.unknown_operators import other_unknown, unknown
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 OPTIONS = {"verify": False}
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture
@@ -50,18 +44,6 @@ def drivers(monkeypatch):
         return module
 
     monkeypatch.setattr(compiler, "compile", captured)
-    return made
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    """The compiled modules, in the order in which they were made."""
-    import tvm_fusion.compilation.compiler as compiler
-
-    made, compile_ = [], compiler.compile
-    monkeypatch.setattr(
-        compiler, "compile", lambda *a, **k: made.append(compile_(*a, **k)) or made[-1]
-    )
     return made
 
 
