@@ -62,3 +62,10 @@ def test_a_function_notes_the_bounds_of_its_sizes():
     for known in (KNOWN, {N: Bounds(hints=(1, 16)), M: Bounds(3)}):
         assert known_sizes(with_known_sizes(func, known)) == known
     assert known_sizes(with_known_sizes(func, {M: Bounds(3)})) == {M: Bounds(3)}
+
+
+def test_sizes_of_32_bits_have_bounds_too():
+    pages = tirx.Var("pages", "int32")
+    func = tirx.PrimFunc([tirx.decl_buffer((pages, N), "float16")], tirx.Evaluate(0))
+    known = {pages: Bounds(1, 2048), N: Bounds(8, 128, 8)}
+    assert known_sizes(with_known_sizes(func, known)) == known

@@ -150,7 +150,11 @@ def _analyzer(bounds: Mapping[Var, Bounds]) -> sym.Analyzer:
 
 def symbols_of(extents: Iterable[Expr]) -> list[Var]:
     """The symbols of extents, in the order of their first use."""
-    return list(relax.analysis.tir_vars_in_type(relax.ShapeType(list(extents))))
+    found: dict[Var, None] = {}
+    for extent in extents:
+        if not isinstance(extent, int):
+            tvm_ffi.structural_walk(extent, [(Var, lambda var: found.setdefault(var))])
+    return list(found)
 
 
 def bounds_within(extent: Extent | Expr, known: Mapping[Var, Bounds]) -> Bounds:
