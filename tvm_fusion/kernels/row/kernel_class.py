@@ -320,10 +320,7 @@ def _in_orders(
                 continue
             into = wanted.setdefault(read.tensor, {})
             for order, points in orders.items():
-                near = read.point or (
-                    unit and read.distance is not None and not read.distance % unit
-                )
-                key = order if same or near else (*order, access)
+                key = order if same or _is_near(read, unit) else (*order, access)
                 asked = min(points, made[read.tensor]) if access.guarded else points
                 into[key] = max(asked, into.get(key, 0.0))
     return Evaluations(tuple(counts), worst, worst_block)
