@@ -24,6 +24,7 @@ from ..program.expr import (
     dtype_of,
     is_integer,
     known_factor,
+    uses_any,
     variables,
 )
 from ..program.online import merge_online
@@ -270,7 +271,8 @@ def row_work(program: Program, widths: Iterable[int], slots: Mapping[str, float]
 def _is_near(program: Program, element: Element) -> bool:
     """Whether an element lies in what its row reads anyway, or in a vector that all rows read."""
     size = program.params[element.param].elements
-    shared = isinstance(size, int) and isinstance(program.columns, int) and size <= program.columns
+    short = isinstance(size, int) and isinstance(program.columns, int) and size <= program.columns
+    shared = short and not uses_any(element.offset, program.row_vars)
     return shared or any(tile.param == element.param for tile in program.tiles)
 
 
