@@ -24,7 +24,7 @@ PACKAGE = Path(__file__).parent.parent / "tvm_fusion"
 # What kernel writers tell the compiler, which nobody sees as an error.
 INTERNAL = {"Unsupported", "TooDeep"}
 VERBS = (
-    "add|ask|begin|build|call|check|choose|compile|copy|decorate|end|export|fix|free|give|"
+    "add|ask|begin|build|call|carry|check|choose|compile|copy|decorate|end|export|fix|free|give|"
     "install|keep|leave|load|look|make|measure|mend|merge|move|name|open|pass|pip|plan|"
     "put|refit|return|run|save|schedule|set|take|trace|try|tune|use|wait|wrap|write"
 )

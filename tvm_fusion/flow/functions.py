@@ -133,7 +133,9 @@ def _check_sizes(policy: Policy, mods: Mapping[str, tvm.IRModule]) -> None:
             bounds = bounds_of(main).get(named_sizes(main).get(name, ""), Bounds())
             refused = [(n, why) for n in values if (why := bounds.refusal(n)) is not None]
             if refused:
-                raise InputError(f"policy: sizes: {name} is never {refused[0][0]}: {refused[0][1]}")
+                raise InputError(
+                    f"policy: sizes: {name} is never {refused[0][0]}: {refused[0][1]}; take it out"
+                )
 
 
 def _read_plans(plan: Plans) -> FusionPlan | dict[str, FusionPlan | None] | None:

@@ -218,7 +218,8 @@ def _as_refusal() -> Iterator[None]:
     try:
         yield
     except Unsupported as why:
-        raise FrontendError(f"its steps are no loop in TIR: {why}") from why
+        text = f"its steps are no loop in TIR: {why}; write them in other operators"
+        raise FrontendError(text) from why
 
 
 def _called(
@@ -282,7 +283,9 @@ def _imported(
             result = inner.block_builder.emit_output(relax.Tuple(results))
         inner.block_builder.emit_func_output(result)
     if inner.refused:
-        raise FrontendError(f"a step of it is not converted: {'; '.join(listed(inner.refused))}")
+        why = "; ".join(listed(inner.refused))
+        text = f"a step of it is not converted: {why}; write it in other operators"
+        raise FrontendError(text)
     return checked_module(cleaned(inner.block_builder.get()), f"a step of {node.target}")
 
 
