@@ -9,7 +9,14 @@ import pytest
 import tvm
 
 from tvm_fusion import config
-from tvm_fusion.config import HardwareProfile, Policy, load_policy, load_profile, resolve_target
+from tvm_fusion.config import (
+    HardwareProfile,
+    Policy,
+    files,
+    load_policy,
+    load_profile,
+    resolve_target,
+)
 from tvm_fusion.config import targets as _targets
 from tvm_fusion.errors import ConfigError, TargetError
 
@@ -24,8 +31,11 @@ def h200() -> HardwareProfile:
 
 
 @pytest.fixture
-def edited(tmp_path):
-    """Write configs/nvidia_h200.toml with one replacement; return the path."""
+def edited(tmp_path, monkeypatch):
+    """Write configs/nvidia_h200.toml with one replacement; return the path. Where profiles were
+    read is forgotten: one with the same numbers would be the file of the shipped one from then on.
+    """
+    monkeypatch.setattr(files, "_files", dict(files._files))
 
     def edit(old: str, new: str) -> Path:
         text = (CONFIGS / "nvidia_h200.toml").read_text()
