@@ -14,14 +14,7 @@ from ..tiled.points import Formulas, read_formulas, registers_of_score
 from ..tiled.source import Source, read_source
 from ..tiled.tiles import TiledAttention, TiledPlan, logit_scale, loop_parts
 from ..time import looks_for_matches
-from .config import (
-    MAX_HEAD,
-    OFFSET_REGISTERS,
-    UNIT,
-    AttentionMmaConfig,
-    Layout,
-    resident_blocks,
-)
+from .config import MAX_HEAD, OFFSET_REGISTERS, UNIT, AttentionMmaConfig, Layout, resident_blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
