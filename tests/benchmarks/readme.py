@@ -60,7 +60,9 @@ def filled(text: str, root: Path) -> str:
             content = "```\n" + path.read_text().rstrip() + "\n```"
         else:
             result = json.loads(path.read_text())
-            content = (symbolic if result.get("suite") == "symbolic" else table)(result)
+            content = {"symbolic": symbolic, "tensor_parallel": parallel}.get(
+                result.get("suite"), table
+            )(result)
         return f"{found[1]}{content}\n{found[3]}"
 
     return _BLOCK.sub(block, text)
@@ -155,6 +157,37 @@ def symbolic(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def parallel(result: dict[str, Any]) -> str:
+    """Return the result of `tests.benchmarks.tensor_parallel` as a table of whole calls."""
+    rows = result["rows"]
+    labels = list(dict.fromkeys(label for row in rows for label in row["wall_us"]))
+    ours = "tvm_fusion"
+    columns = [ours, *(label for label in labels if label != ours)]
+    names = [label.removeprefix("torch.").replace("torch", "eager") for label in columns]
+    lines = [
+        f"{result['device']}, {result['date']}, microseconds a call "
+        f"({_versions(result, labels)}); `{_command(result)}`:",
+        "",
+        f"| | processes | {' | '.join(names)} | best peer / ours | our kernels | launches "
+        "| outside kernels and collectives | error |",
+        "|---" * (len(columns) + 7) + "|",
+    ]
+    for row in rows:
+        cells = [row["name"].removesuffix(f"_x{row['ranks']}"), str(row["ranks"])]
+        cells += [_us(row["wall_us"].get(label)) for label in columns]
+        cells += [_ratio(row["best_peer_ratio"])]
+        outside = row.get("outside_share", {}).get(ours)
+        launches, error = (row.get(key, {}).get(ours) for key in ("launches", "errors"))
+        cells += [
+            _us(row.get("kernel_us", {}).get(ours)),
+            "-" if launches is None else f"{launches:.0f}",
+            "-" if outside is None else f"{outside:.0%}",
+            "-" if error is None else f"{error:.1e}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _means(rows)])
+
+
 def _threads(result: dict[str, Any]) -> str:
     count = result["threads"]
     return f"{count} threads" if count > 1 else "1 thread"
@@ -170,7 +203,7 @@ def _versions(result: dict[str, Any], peers: Sequence[str]) -> str:
 
 def _command(result: dict[str, Any]) -> str:
     """The command without where its result was written."""
-    return re.sub(r" --out \S+", "", result["command"])
+    return re.sub(r" --out [^\s;]+", "", result["command"])
 
 
 def _us(us: float | None) -> str:

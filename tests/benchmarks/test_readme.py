@@ -72,6 +72,27 @@ def test_blocks_are_made_anew_and_the_rest_stays(tmp_path):
     assert filled(made, tmp_path) == made
 
 
+def test_a_result_of_several_gpus_has_whole_calls_and_what_lies_outside_of_kernels(tmp_path):
+    ran = {
+        "name": "layer_x2",
+        "ranks": 2,
+        "wall_us": {"torch": 40.0, "tvm_fusion": 10.0, "torch.reduce-overhead": 15.0},
+        "kernel_us": {"tvm_fusion": 8.0},
+        "outside_share": {"tvm_fusion": 0.1},
+        "launches": {"tvm_fusion": 3.0},
+        "errors": {"tvm_fusion": 0.002},
+        "best_peer_ratio": 1.5,
+    }
+    failed = {"name": "other_x2", "ranks": 2, "wall_us": {}, "best_peer_ratio": None}
+    result = result_of(ran, failed) | {"suite": "tensor_parallel"}
+    (tmp_path / "a.json").write_text(json.dumps(result))
+    made = filled("<!-- from a.json -->\n<!-- end -->\n", tmp_path)
+    assert "| | processes | tvm_fusion | eager | reduce-overhead | best peer / ours |" in made
+    assert "| layer | 2 | 10.0 | 40.0 | 15.0 | 1.50x | 8.0 | 3 | 10% | 2.0e-03 |" in made
+    assert "| other | 2 | - | - | - | - | - | - | - | - |" in made
+    assert "All 1: 1.50x in the geometric mean" in made
+
+
 def test_an_overview_has_a_line_for_each_result(tmp_path):
     rows = [row_of("a", 1.0, torch=2.0), row_of("b", 1.0, torch=0.5), row_of("c", None, torch=1.0)]
     for name in ("cpu", "memory"):
