@@ -24,13 +24,14 @@ class ColumnConfig:
     form : REGISTERS reads every column once and holds it; LOOP reads it once a phase.
     lanes : threads side by side along the rows, each with `width` neighbours; 0: vectors lie along
         the columns, and all threads of a block walk over one row.
-    walkers : threads that share the columns of a row.
+    walkers : threads of a block that share the columns of a row.
     width : elements of a vector.
     unroll : LOOP: vectors a step.
     min_blocks : blocks a multiprocessor that ptxas must leave registers for; 0: no demand.
     load, store : cache hints (memory.py).
     keep : REGISTERS: costly temporaries stay in registers too, instead of being computed again.
     online : LOOP: sums of exponentials run along with their maximum.
+    cluster : blocks that share the columns of a row.
     """
 
     form: Form = Form.LOOP
@@ -43,6 +44,7 @@ class ColumnConfig:
     store: str = "wb"
     keep: bool = False
     online: bool = True
+    cluster: int = 1
 
     @property
     def threads(self) -> int:
@@ -64,6 +66,7 @@ class ColumnConfig:
     def tag(self) -> str:
         """Short name for reports."""
         parts = [f"{self.form}-{self.lanes or 'row'}x{self.walkers}-v{self.width}"]
+        parts += [f"c{self.cluster}"] if self.cluster > 1 else []
         parts += [f"u{self.unroll}"] if self.form is Form.LOOP else []
         parts += ["keep"] if self.keep else []
         parts += [f"b{self.min_blocks}"] if self.min_blocks else []

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import tvm_ffi
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # the sizes of a group by the planner, so that both rank configurations alike.
 
 ASSUMED_ROWS = 4096  # where the number of rows is symbolic
+ASSUMED_COLUMNS = 4096
 REGISTER_BYTES = 4
 LOADED = 0.5  # registers of a float16 that waits in a vector; compilers widen others for good
 PACKED = 0.6  # the same while some are being widened
@@ -102,7 +103,7 @@ def work_of(program: Program, lanes: Lanes) -> ColumnWork:
     roots += _roots((o.phase, o.value) for o in program.outputs if o.full)
     return ColumnWork(
         tuple(e if isinstance(e, int) else ASSUMED_ROWS for e in program.rows),
-        program.columns,
+        program.columns if isinstance(program.columns, int) else ASSUMED_COLUMNS,
         lanes.along_rows,
         lanes.inner,
         is_transposed(program),
@@ -192,6 +193,7 @@ RUN_BYTES = 2.0  # bytes' worth of time that each run costs beside its own
 START_S = 2e-9  # until the next block of the first wave starts
 ELEMENT_S = 2.5e-9  # an element of a thread's last vectors, when nothing is left to load
 EXCHANGE_S = 1e-6  # two barriers and their latency
+CLUSTER_S = 1e-6  # a barrier of all blocks of a cluster, and their start; an estimate
 TERM_S = 8e-9  # a partial result read from shared memory
 PAUSE = 1.0  # warps' worth of time in which a multiprocessor computes and has nothing in flight
 PAUSE_HELD = 1 / 64  # the same, for each element that a thread holds
@@ -237,7 +239,8 @@ class ColumnEstimate:
         if not self.config.lanes:
             return math.prod(rows)
         count = rows[-1] * self.work.inner
-        return -(-count // (self.config.lanes * self.config.width)) * math.prod(rows[:-1])
+        side_by_side = -(-count // (self.config.lanes * self.config.width))
+        return side_by_side * math.prod(rows[:-1]) * self.config.cluster
 
     def steps(self) -> int:
         """Vectors to walk over."""
@@ -246,7 +249,7 @@ class ColumnEstimate:
 
     def turns(self) -> int:
         """Vectors of a thread."""
-        return -(-self.steps() // self.config.walkers)
+        return -(-self.steps() // (self.config.walkers * self.config.cluster))
 
     def registers(self) -> float:
         """Registers a thread; the accumulators and what is loaded or kept dominate."""
@@ -298,7 +301,8 @@ class ColumnEstimate:
                 return 0
             if config.unroll > self.turns():
                 return 0
-        if config.walkers >= 2 * self.steps() and config.walkers > 1:
+        walkers = config.walkers * config.cluster
+        if walkers >= 2 * self.steps() and walkers > 1:
             return 0
         registers = self.registers()
         if registers > min(hw.max_registers_per_thread, hw.registers_per_sm // config.threads):
@@ -313,7 +317,8 @@ class ColumnEstimate:
         config = self.config
         size = self.work.partial_bytes
         slots = config.lanes * config.width if config.lanes else 1
-        return self.config.partials * slots * size + slots * size * (self.work.inner > 1)
+        shared = self.config.partials * slots * size + slots * size * (self.work.inner > 1)
+        return shared + self.config.cluster * slots * size * (self.config.cluster > 1)
 
     # ---- time
 
@@ -324,7 +329,7 @@ class ColumnEstimate:
         size = self.steps() * max(1, config.lanes) * config.width
         if not config.lanes:
             size = self.work.columns
-        size *= blocks
+        size *= blocks / config.cluster
         flight = blocks * config.threads * self.thread_bytes() * self._whole_sectors()
         needed = hw.hbm_bytes_per_s * hw.bytes_in_flight_latency_s
         share = SM_SHARE * min(blocks, hw.num_sms) / hw.num_sms
@@ -391,6 +396,9 @@ class ColumnEstimate:
 
     def _one_exchange(self) -> float:
         config = self.config
+        if config.cluster > 1:
+            together = replace(self, config=replace(config, cluster=1))
+            return together._one_exchange() + CLUSTER_S + config.cluster * TERM_S
         if self.config.partials == 1 and self.work.inner == 1:
             return 0.0
         items = -(-config.lanes * config.width // config.threads) if config.lanes else 1

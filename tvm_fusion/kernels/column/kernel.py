@@ -13,9 +13,8 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
-from .. import forms
+from ..gpu import intrinsics as device
 from ..gpu.frame import Frame, kernel_frame, launch_bounds, then
-from ..program.analysis import analyze
 from ..program.expr import constant, convert
 from ..program.narrow import narrow_indices
 from ..program.online import merge_online
@@ -23,7 +22,6 @@ from ..program.program import Extent, Program, Reduction
 from ..row.exchange import carried, finite, index_of, is_arg, rescale, with_initial
 from .config import ColumnConfig, Form
 from .lanes import Lanes, find_inner, lanes_along_columns, lanes_along_rows
-from .rank import column_ranked
 from .state import Chunk, Step, check
 from .sweeps import ColumnKernel, LaneExchange, RowExchange
 
@@ -58,13 +56,24 @@ class ColumnForm(ColumnKernel):
                 self.side,
                 self.walker,
                 finish,
+                self.frame.rank,
+                self.start_cluster,
             ).run(pairs)
         else:
             RowExchange(config.walkers, config.width, self.frame.thread, finish).run(pairs)
 
     def step_number(self, turn: Expr | int) -> Expr:
         """The step that the thread is at in a turn of all walkers."""
-        return convert(self.walker, self.index) + turn * self.walkers
+        first = self.walker
+        if self.config.cluster > 1:
+            first = first + self.frame.rank * self.config.walkers
+        return convert(first, self.index) + turn * self.walkers
+
+    def start_cluster(self) -> None:
+        """Waits until every block of the cluster runs."""
+        if not self.cluster_runs:
+            T.evaluate(device.cluster_wait())
+            self.cluster_runs = True
 
     @property
     def turns(self) -> int:
@@ -154,11 +163,16 @@ class LoopColumns(ColumnForm):
         self.backwards = backwards
         self.reset([*step.plain, *step.running])
         unroll = self.config.unroll
-        groups = self.turns // unroll
-        rest = self.turns - groups * unroll + self.has_rest
+        if isinstance(self.lanes.steps, int):
+            groups = self.turns // unroll
+            rest = self.turns - groups * unroll + self.has_rest
+        else:
+            each = constant(self.walkers * unroll, self.index)
+            groups = T.Bind(T.truncdiv(convert(self.lanes.steps, self.index), each))
+            rest = unroll
 
         def whole_groups() -> None:
-            if groups:
+            if not isinstance(groups, int) or groups:
                 with T.serial(groups) as turn:
                     group = groups - 1 - turn if backwards else turn
                     self._group(step, wanted, prepared, group * unroll, unroll, guarded=False)
@@ -229,7 +243,8 @@ def emit_column(program: Program, config: ColumnConfig, hw: HardwareProfile) -> 
 
     Parameters
     ----------
-    program : with at least one reduction; its rows may be symbolic, its columns not.
+    program : with at least one reduction; its rows may be symbolic, and its columns in the form
+        LOOP.
     config : one of `column_configs(program, hw)`, or any that its docstring allows.
 
     Raises
@@ -243,10 +258,14 @@ def emit_column(program: Program, config: ColumnConfig, hw: HardwareProfile) -> 
     if config.online and config.form is Form.LOOP:
         program = merge_online(program)
     with (
-        kernel_frame(program, _grid(program, config, lanes), config.threads) as frame,
+        kernel_frame(
+            program, _grid(program, config, lanes), config.threads, config.cluster
+        ) as frame,
         launch_bounds(config.min_blocks),
         _if_rows_exist(program, config, lanes, frame),
     ):
+        if config.cluster > 1:
+            T.evaluate(device.cluster_arrive())
         form = RegisterColumns if config.form is Form.REGISTERS else LoopColumns
         form(program, config, lanes, frame).emit()
     return frame.func
@@ -257,6 +276,10 @@ def _lanes(program: Program, config: ColumnConfig, hw: HardwareProfile) -> Lanes
     if program.accumulations:
         raise Unsupported("sums over the rows beside reductions over columns")
     inner = find_inner(program)
+    if not isinstance(program.columns, int) and config.form is Form.REGISTERS:
+        raise Unsupported(f"registers for columns of symbolic length {program.columns}")
+    if config.cluster > 1:
+        _check_cluster(program, config, hw)
     if config.threads > hw.max_threads_per_block:
         raise Unsupported(f"blocks of {config.threads} threads")
     if not config.lanes:
@@ -266,6 +289,15 @@ def _lanes(program: Program, config: ColumnConfig, hw: HardwareProfile) -> Lanes
     if config.lanes * config.width % inner:
         raise Unsupported(f"{config.lanes * config.width} lanes are no whole rows of {inner}")
     return lanes_along_rows(program, inner, config.width)
+
+
+def _check_cluster(program: Program, config: ColumnConfig, hw: HardwareProfile) -> None:
+    if not hw.architecture.has_clusters:
+        raise Unsupported(f"{hw.arch} has no thread block clusters")
+    if not config.lanes:
+        raise Unsupported("clusters share columns whose lanes lie along the rows")
+    if any(is_arg(r) or r.dtype != "float32" for r in program.reductions):
+        raise Unsupported("clusters exchange float32 only")
 
 
 def _grid(program: Program, config: ColumnConfig, lanes: Lanes) -> Extent:
@@ -294,17 +326,3 @@ def _if_rows_exist(
     if isinstance(rows, int):
         return contextlib.nullcontext()
     return then(convert(frame.block, program.index_dtype) < rows)
-
-
-WRITER = forms.Writer(
-    "reductions of columns",
-    analyze,
-    (
-        forms.Form(
-            "column",
-            ColumnConfig,
-            column_ranked,
-            lambda program, hw, config: emit_column(program, config, hw),
-        ),
-    ),
-)

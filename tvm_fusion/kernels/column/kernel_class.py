@@ -84,8 +84,9 @@ class _Roles:
 class Column(Family):
     """See the module docstring.
 
-    Does not handle: argmax on a CPU (class `nest`); symbolic columns; reductions of different rows
-    in one group; reductions over the contiguous axes (`row` does).
+    Does not handle: argmax on a CPU (class `nest`); symbolic columns on a CPU, or those that are
+    neighbours in memory; reductions of different rows in one group; reductions over the contiguous
+    axes (`row` does).
     """
 
     name = "column"
@@ -96,13 +97,16 @@ class Column(Family):
         space = group.once("columns", lambda: _space(group))
         if isinstance(space, Refusal):
             return space
+        known = all(isinstance(extent, int) for extent in space.columns)
+        if not known and (hw.kind == "llvm" or not space.is_row[-1]):
+            return group.refuse(RefusalCode.REDUCTION, "a symbolic extent is reduced", FIXED_SIZES)
         roles = _Roles(space)
         for block in group.blocks:
             refusal = _check_block(group, block, roles, id(block) in group.views, hw)
             if refusal is not None:
                 return refusal
         for t in group.outputs:
-            if roles.of[t] is roles.role(group.writer_of[t]) is Role.SMALL:
+            if roles.of[t] is Role.SMALL and _is_small(group, t, roles):
                 return refuse_small_output(group, t)
         # what depends on the row alone is computed once a row, whatever it is made of
         once = frozenset(
@@ -132,9 +136,17 @@ class Column(Family):
     def writer(self, hw: HardwareProfile) -> Writer:
         if hw.kind == "llvm":
             return super().writer(hw)
-        from .kernel import WRITER
+        from .versions import WRITER
 
         return WRITER
+
+
+def _is_small(group: GroupView, tensor: int, roles: _Roles) -> bool:
+    """Whether no row writes a tensor. What calls share a function with name their sizes alike."""
+    shape = non_unit(group.graph.tensors[tensor].shape)
+    known = all(isinstance(extent, int) for extent in shape)
+    other = not known and shape not in (roles.space.rows, roles.space.extents)
+    return other or roles.role(group.writer_of[tensor]) is Role.SMALL
 
 
 def _kept_by_lanes(group: GroupView, roles: _Roles, counts: tuple[float, ...]) -> tuple[float, ...]:
@@ -175,10 +187,6 @@ def _space(group: GroupView) -> _Space | Refusal:
     if not space.rows or list(space.is_row) == sorted(space.is_row, reverse=True):
         return group.refuse(
             RefusalCode.REDUCTION, f"{anchor.name} reduces the last axes: whole rows"
-        )
-    if any(not isinstance(extent, int) for extent in space.columns):
-        return group.refuse(
-            RefusalCode.REDUCTION, f"{anchor.name} reduces a symbolic extent", FIXED_SIZES
         )
     return space
 

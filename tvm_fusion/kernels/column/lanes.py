@@ -74,7 +74,7 @@ class Lanes:
     inner: int
     width: int
     count: Extent
-    steps: int
+    steps: Extent
     lane: Var
     step: Var
     loads: dict[Var, Vector]
@@ -127,7 +127,7 @@ def lanes_along_rows(program: Program, inner: int, width: int) -> Lanes:
         inner,
         width,
         program.rows[-1] * inner,
-        program.columns // inner,
+        view.steps,
         view.lane,
         view.step,
         _known(
@@ -149,7 +149,7 @@ def lanes_along_rows(program: Program, inner: int, width: int) -> Lanes:
 
 def lanes_along_columns(program: Program, inner: int, width: int) -> Lanes:
     """The vectors of `width` neighbouring columns of one row."""
-    if inner % width:
+    if inner % width or not isinstance(program.columns, int):
         raise Unsupported(f"vectors of {width} in runs of {inner} columns")
     dtype = program.index_dtype
     lane, step = (Var(name, tvm.ir.PrimType(dtype)) for name in ("v", "q"))
@@ -278,6 +278,8 @@ def _candidates(program: Program) -> list[int]:
 
     for _, offset in _main_accesses(program):
         tvm_ffi.structural_walk(offset, [(tirx.FloorDiv, see), (tirx.FloorMod, see)])
+    if not isinstance(program.columns, int):
+        return [1]
     return sorted(inner for inner in found if program.columns % inner == 0)
 
 
@@ -291,6 +293,7 @@ class _LaneView:
     def __init__(self, program: Program, inner: int) -> None:
         dtype = program.index_dtype
         self.program, self.inner = program, inner
+        self.steps = program.columns if inner == 1 else program.columns // inner
         self.lane, self.step, self.vector_number = (
             Var(name, tvm.ir.PrimType(dtype)) for name in ("v", "q", "t")
         )
@@ -302,7 +305,7 @@ class _LaneView:
         for var, extent in zip(program.row_vars[:-1], program.rows[:-1], strict=True):
             self.analyzer.bind(var, tvm.ir.Range(0, extent))
         self.analyzer.bind(self.lane, tvm.ir.Range(0, program.rows[-1] * inner))
-        self.analyzer.bind(self.step, tvm.ir.Range(0, program.columns // inner))
+        self.analyzer.bind(self.step, tvm.ir.Range(0, self.steps))
 
     def unit_stride(self, offset: Expr) -> Expr | None:
         """`offset` over lane and step, where neighbouring lanes are neighbours in memory."""

@@ -46,10 +46,17 @@ def column_ranked(
     check(program)
     if program.columns == 0 or (program.is_static and program.row_count == 0):
         raise Unsupported("there is nothing to reduce")
+    work = column_work_of(program)
+    found = ranked(work, hw)
+    if not isinstance(program.columns, int):
+        found = [(None, config) for _, config in found if config.form is Form.LOOP]
+    return [*found] or [(None, small_config(work, hw))]
+
+
+def column_work_of(program: Program) -> ColumnWork:
+    """The work of a program with its widest vectors."""
     program = narrow_indices(program)
-    lanes = _widest(program, find_inner(program))
-    work = work_of(program, lanes)
-    return [*ranked(work, hw)] or [(None, small_config(work, hw))]
+    return work_of(program, _widest(program, find_inner(program)))
 
 
 def estimated_seconds(program: Program, config: ColumnConfig, hw: HardwareProfile) -> float:
@@ -66,7 +73,7 @@ def ranked(work: ColumnWork, hw: HardwareProfile) -> list[tuple[float, ColumnCon
     """
     found = [
         (ColumnEstimate(work, config, hw).seconds, number, config)
-        for number, config in enumerate(_possible(work, hw))
+        for number, config in enumerate(possible(work, hw))
     ]
     best = sorted(item for item in found if math.isfinite(item[0]))[:BEST]
     return [(seconds, config) for seconds, _, config in best]
@@ -82,7 +89,7 @@ def small_config(work: ColumnWork, hw: HardwareProfile) -> ColumnConfig:
     return ColumnConfig(lanes=side, walkers=walkers, width=work.width, unroll=1)
 
 
-def _possible(work: ColumnWork, hw: HardwareProfile) -> Iterator[ColumnConfig]:
+def possible(work: ColumnWork, hw: HardwareProfile) -> Iterator[ColumnConfig]:
     """All configurations worth an estimate."""
     unit = work.inner // math.gcd(work.inner, work.width) if work.along_rows else 1
     most = 1 if work.transposed else _lanes_side_by_side(work)

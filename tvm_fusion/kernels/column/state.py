@@ -64,6 +64,7 @@ class ColumnState:
     buffers : vector loads -> register array; kept : values -> register array.
     accumulators : reduction -> one for each lane; best : those of reductions that give an index.
     backwards : the sweep under way goes from the last column to the first.
+    cluster_runs : whether all blocks that share the columns are known to run.
     """
 
     def __init__(self, program: Program, config: ColumnConfig, lanes: Lanes, frame: Frame) -> None:
@@ -77,6 +78,7 @@ class ColumnState:
         self.backwards = False
         self.whole: Expr | None = None
         self.mine: Expr | None = None
+        self.cluster_runs = config.cluster == 1
         self._place_threads()
 
     # ---- threads
@@ -84,7 +86,7 @@ class ColumnState:
     @property
     def walkers(self) -> int:
         """Threads that share the steps of a row."""
-        return self.config.walkers
+        return self.config.walkers * self.config.cluster
 
     def _place_threads(self) -> None:
         """Which lanes the thread has, and which rows they belong to."""
@@ -254,5 +256,3 @@ def check(program: Program) -> None:
         raise Unsupported("programs beside the columns, or sums over their rows")
     for reduction in program.reductions:
         check_arg(reduction)
-    if not isinstance(program.columns, int):
-        raise Unsupported(f"columns of symbolic length {program.columns}")

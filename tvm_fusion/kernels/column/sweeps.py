@@ -11,6 +11,7 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
+from ..gpu import intrinsics as device
 from ..gpu.frame import then
 from ..gpu.memory import copy_in
 from ..gpu.scope import Point, RowScope
@@ -25,7 +26,8 @@ from .state import Chunk, ColumnState
 # Reductions across the walkers of a column block.
 #
 # Along rows every lane has its own result: registers -> the walkers of a warp (shuffles) -> shared
-# memory -> the lanes of a row, where a row has several. Along columns a block has one row.
+# memory -> the blocks of a cluster -> the lanes of a row, where a row has several. Along columns a
+# block has one row.
 #
 # Sums that run along with a maximum (online) are rescaled whenever their partial maxima meet.
 
@@ -49,7 +51,8 @@ def in_order(group: Group) -> list[tuple[Reduction, Var]]:
 class LaneExchange:
     """Exchange where lanes lie along the rows.
 
-    `side` is the thread's place along the rows, `walker` across; a row has `inner` lanes.
+    `side` is the thread's place along the rows, `walker` across; a row has `inner` lanes. `rank` is
+    the block's place in its cluster, of which `start` waits for all blocks to run.
     """
 
     config: ColumnConfig
@@ -58,6 +61,8 @@ class LaneExchange:
     side: Expr
     walker: Expr
     finish: Finish
+    rank: Expr | None = None
+    start: Callable[[], None] = lambda: None
 
     @property
     def lanes(self) -> int:
@@ -80,7 +85,7 @@ class LaneExchange:
         if self.config.by_shuffle > 1:
             self._shuffle(group)
         results = {r.var: (lambda w, p=partial: p[w]) for r, partial in group}
-        if self.config.partials > 1 or self.inner > 1:
+        if self.config.partials > 1 or self.inner > 1 or self.config.cluster > 1:
             results = self._through_memory(group)
         for reduction, _ in group:
             for w in range(self.width):
@@ -135,6 +140,8 @@ class LaneExchange:
                 memory,
             )
             T.evaluate(T.cuda.cta_sync())
+        if self.config.cluster > 1:
+            self._among_blocks(group, memory)
         if self.inner == 1:
             return {
                 r.var: (lambda w, m=memory[r.var]: m[self.side + w * self.lanes]) for r, _ in group
@@ -155,6 +162,25 @@ class LaneExchange:
             return lambda w: values[T.truncdiv(self.side * self.width + w, self.inner)]
 
         return {r.var: reader(results[r.var]) for r, _ in group}
+
+    def _among_blocks(self, group: Group, memory: dict[Var, Var]) -> None:
+        """The results of each block of the cluster in `memory` -> those of all."""
+        cluster, slots = self.config.cluster, self.slots
+        found = {r.var: T.alloc_shared((cluster * slots,), r.dtype) for r, _ in group}
+        self.start()
+        for first in range(0, slots, self.config.threads):
+            item = self.thread + first
+            with then(item < slots):
+                for reduction, _ in group:
+                    value = T.Bind(memory[reduction.var][item])
+                    place = found[reduction.var].ptr_to([self.rank * slots + item])
+                    for other in range(cluster):
+                        T.evaluate(device.cluster_store(place, value, other))
+        T.evaluate(device.cluster_sync())
+        self._combine(
+            group, slots, cluster, lambda item, number: item + number * slots, found, memory
+        )
+        T.evaluate(T.cuda.cta_sync())
 
     def _slot(self, lane: Expr) -> Expr:
         """Where a lane's results lie: neighbouring threads in neighbouring banks."""
@@ -416,7 +442,10 @@ class ColumnKernel(ColumnState):
         outputs = list(outputs)
         if not outputs:
             return
-        with self.fork(), then(tirx.EQ(self.walker, 0)), self._if_mine():
+        first = tirx.EQ(self.walker, 0)
+        if self.config.cluster > 1:
+            first = tirx.And(first, tirx.EQ(self.frame.rank, 0))
+        with self.fork(), then(first), self._if_mine():
             for position, output in outputs:
                 self._store_row(position, output)
 
