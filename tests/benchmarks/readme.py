@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .record import OURS
+
 _BLOCK = re.compile(r"(<!-- from (\S+(?: \S+)*) -->\n).*?(<!-- end -->)", re.S)
 WHAT = {
     "memory": "norms, softmax, chains, float16",
@@ -60,9 +62,7 @@ def filled(text: str, root: Path) -> str:
             content = "```\n" + path.read_text().rstrip() + "\n```"
         else:
             result = json.loads(path.read_text())
-            content = {"symbolic": symbolic, "tensor_parallel": parallel}.get(
-                result.get("suite"), table
-            )(result)
+            content = OF_SUITES.get(result.get("suite"), table)(result)
         return f"{found[1]}{content}\n{found[3]}"
 
     return _BLOCK.sub(block, text)
@@ -157,35 +157,44 @@ def symbolic(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def parallel(result: dict[str, Any]) -> str:
-    """Return the result of `tests.benchmarks.tensor_parallel` as a table of whole calls."""
+def calls(result: dict[str, Any]) -> str:
+    """Return whole calls, of `real_models` or `tensor_parallel`, as a table; what the latter has
+    beside, of our calls, in columns of their own.
+    """
     rows = result["rows"]
-    labels = list(dict.fromkeys(label for row in rows for label in row["wall_us"]))
-    ours = "tvm_fusion"
-    columns = [ours, *(label for label in labels if label != ours)]
-    names = [label.removeprefix("torch.").replace("torch", "eager") for label in columns]
+    labels = dict.fromkeys(label for row in rows for label, us in row["wall_us"].items() if us)
+    peers = [label for label in labels if label != OURS]
+    names = [label.removeprefix("torch.") if "." in label else "eager" for label in peers]
+    more = [name for name, key in OF_OURS.items() if any(key in row for row in rows)]
+    head = ["", OURS, *names, "best peer / ours", *more, "error"]
     lines = [
         f"{result['device']}, {result['date']}, microseconds a call "
         f"({_versions(result, labels)}); `{_command(result)}`:",
         "",
-        f"| | processes | {' | '.join(names)} | best peer / ours | our kernels | launches "
-        "| outside kernels and collectives | error |",
-        "|---" * (len(columns) + 7) + "|",
+        f"| {' | '.join(head)} |".replace("|  |", "| |"),
+        "|---" * len(head) + "|",
     ]
     for row in rows:
-        cells = [row["name"].removesuffix(f"_x{row['ranks']}"), str(row["ranks"])]
-        cells += [_us(row["wall_us"].get(label)) for label in columns]
+        cells = [row["name"], *(_us(row["wall_us"].get(label)) for label in (OURS, *peers))]
         cells += [_ratio(row["best_peer_ratio"])]
-        outside = row.get("outside_share", {}).get(ours)
-        launches, error = (row.get(key, {}).get(ours) for key in ("launches", "errors"))
-        cells += [
-            _us(row.get("kernel_us", {}).get(ours)),
-            "-" if launches is None else f"{launches:.0f}",
-            "-" if outside is None else f"{outside:.0%}",
-            "-" if error is None else f"{error:.1e}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        cells += [_told(row.get(OF_OURS[name], {}).get(OURS), name) for name in more]
+        lines.append(f"| {' | '.join([*cells, _told(row['errors'].get(OURS), 'error')])} |")
     return "\n".join([*lines, "", _means(rows)])
+
+
+OF_OURS = {
+    "our kernels": "kernel_us",
+    "launches": "launches",
+    "outside of kernels and collectives": "outside_share",
+}
+_FORMATS = {"our kernels": ".0f", "launches": ".0f", "error": ".1e"}
+
+
+def _told(value: float | None, name: str) -> str:
+    return "-" if value is None else format(value, _FORMATS.get(name, ".0%"))
+
+
+OF_SUITES = {"symbolic": symbolic, "tensor_parallel": calls, "real_models": calls}
 
 
 def _threads(result: dict[str, Any]) -> str:

@@ -72,10 +72,9 @@ def test_blocks_are_made_anew_and_the_rest_stays(tmp_path):
     assert filled(made, tmp_path) == made
 
 
-def test_a_result_of_several_gpus_has_whole_calls_and_what_lies_outside_of_kernels(tmp_path):
+def test_whole_calls_have_what_lies_outside_of_kernels_where_it_is_known(tmp_path):
     ran = {
-        "name": "layer_x2",
-        "ranks": 2,
+        "name": "layer",
         "wall_us": {"torch": 40.0, "tvm_fusion": 10.0, "torch.reduce-overhead": 15.0},
         "kernel_us": {"tvm_fusion": 8.0},
         "outside_share": {"tvm_fusion": 0.1},
@@ -83,14 +82,19 @@ def test_a_result_of_several_gpus_has_whole_calls_and_what_lies_outside_of_kerne
         "errors": {"tvm_fusion": 0.002},
         "best_peer_ratio": 1.5,
     }
-    failed = {"name": "other_x2", "ranks": 2, "wall_us": {}, "best_peer_ratio": None}
+    failed = {"name": "other", "wall_us": {}, "errors": {}, "best_peer_ratio": None}
     result = result_of(ran, failed) | {"suite": "tensor_parallel"}
     (tmp_path / "a.json").write_text(json.dumps(result))
     made = filled("<!-- from a.json -->\n<!-- end -->\n", tmp_path)
-    assert "| | processes | tvm_fusion | eager | reduce-overhead | best peer / ours |" in made
-    assert "| layer | 2 | 10.0 | 40.0 | 15.0 | 1.50x | 8.0 | 3 | 10% | 2.0e-03 |" in made
-    assert "| other | 2 | - | - | - | - | - | - | - | - |" in made
+    assert "| | tvm_fusion | eager | reduce-overhead | best peer / ours | our kernels |" in made
+    assert "| layer | 10.0 | 40.0 | 15.0 | 1.50x | 8 | 3 | 10% | 2.0e-03 |" in made
+    assert "| other | - | - | - | - | - | - | - | - |" in made
     assert "All 1: 1.50x in the geometric mean" in made
+    known = ("name", "wall_us", "errors", "best_peer_ratio")
+    rows = [{key: row[key] for key in known} for row in (ran, failed)]
+    made = readme.calls(result_of(*rows) | {"suite": "real_models"})
+    assert "| | tvm_fusion | eager | reduce-overhead | best peer / ours | error |" in made
+    assert "| layer | 10.0 | 40.0 | 15.0 | 1.50x | 2.0e-03 |" in made
 
 
 def test_an_overview_has_a_line_for_each_result(tmp_path):
