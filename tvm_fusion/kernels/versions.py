@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from ..config import HardwareProfile, Policy
 from ..ir.extents import Bounds, known_sizes
 from ..ir.graph import VERSIONS_ATTR
 from .forms import Ranked, Writer
-from .program.expr import conjunction, constant, dtype_of, number, variables
+from .program.expr import conjunction, constant, dtype_of, linear_form, number, variables
 
 LOSS = 1.03
 MOST = 6  # versions
@@ -109,6 +110,20 @@ class Multiple:
         quotient = Var(f"{size.name}_{of}", size.ty)
         whole = with_size(func, size, quotient * constant(of, dtype_of(size)))
         return cls(whole, size, quotient, of)
+
+    @classmethod
+    def dividing(cls, func: tirx.PrimFunc, extent: Expr, width: int) -> Multiple | None:
+        """The function where vectors divide an extent, which is one symbolic size or a multiple of
+        it; None for another one.
+        """
+        found = variables(extent)
+        form = linear_form(extent, found) if len(found) == 1 else None
+        if form is None:
+            return None
+        factor, rest = number(form[0][0]), number(form[1])
+        if factor is None or rest != 0:
+            return None
+        return cls.made(func, found[0], width // math.gcd(int(factor), width))
 
     @property
     def divides(self) -> Expr:

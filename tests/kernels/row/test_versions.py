@@ -15,7 +15,7 @@ from tvm_fusion.kernels.row import versions
 from tvm_fusion.kernels.row.candidates import row_ranked, work_of
 from tvm_fusion.kernels.row.forms import WRITER
 from tvm_fusion.kernels.row.versions import length_tables, write_row_versions
-from tvm_fusion.kernels.versions import MOST
+from tvm_fusion.kernels.versions import MOST, Multiple
 from tvm_fusion.runtime.build.version_names import launches_of, versions_among
 from tvm_fusion.transform.apply.write_kernels import write_kernel
 
@@ -148,7 +148,8 @@ def test_a_known_multiple_has_no_kernels_for_other_lengths():
 def test_predicted_times_are_those_of_the_length():
     """A bound at the length itself takes what a kernel of that very length does."""
     func, _, _ = cases(4096)["softmax"]
-    program = analyze(versions._multiple(func, analyze(func, False), 8).func, False)
+    columns = analyze(func, False).columns
+    program = analyze(Multiple.dividing(func, columns, 8).func, False)
     tables = length_tables(program, work_of(program, H200), versions.COLUMNS, H200)
     for columns, table in zip(versions.COLUMNS, tables, strict=True):
         fixed = analyze(fuse(softmax, ((4096, columns), HALF)), False)

@@ -8,16 +8,20 @@ from tvm.relax import op
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.flow.planned import Planned
+from tvm_fusion.ir.extents import Bounds, sizes_of, with_known_sizes
 from tvm_fusion.ir.graph import COOPERATIVE_ATTR
 from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.scan import kernel
 from tvm_fusion.kernels.scan.config import ScanConfig
 from tvm_fusion.kernels.scan.kernel import emit_scan, scan_configs
 from tvm_fusion.kernels.scan.problem import read_scans
+from tvm_fusion.kernels.versions import MOST
+from tvm_fusion.runtime.build.version_names import versions_among
 from tvm_fusion.transform.lower.scans import SCANS, scanned
 
-from ...support.cuda_on_cpu import compile_cubins, run_cuda_on_cpu
+from ...support.cuda_on_cpu import compile_cubins, lower, run_cuda_on_cpu
 from ...support.graphs import module, plan_of
+from ...support.helpers_tir import poisoned
 from ...support.kernel_cases import assert_close, fuse, numpy_dtype, outputs_of
 from ...support.module_on_cpu import EmulatedModule
 
@@ -332,14 +336,84 @@ def test_a_symbolic_number_of_rows_is_a_launch_of_as_many_blocks(shape, axis, sy
     assert_close(found, np.flip(np.flip(x, axis).cumsum(axis), axis) * x, FLOAT)
 
 
-def test_a_scan_along_an_axis_of_symbolic_length_is_refused():
-    n = tirx.Var("n", "int64")
-    (group,) = groups_of(lambda bb, x: scan(bb, x, 1), ((4, n), FLOAT))
-    assert group.kernel_class == "fallback"
-    kept = groups_of(lambda bb, x: op.cumsum(x, 1), ((4, n, 3), FLOAT))
-    assert "scan" not in [group.kernel_class for group in kept]
-    with pytest.raises(Unsupported, match="axis of symbolic size"):
-        read_scans(fuse(lambda bb, x: scan(bb, x, 1), ((4, n), FLOAT)))
+N, M = (tirx.Var(name, "int64") for name in "nm")
+ANY_LENGTH = [((9, N), 1, HALF), ((N,), 0, FLOAT), ((M, N), 1, WHOLE)]
+
+
+@pytest.mark.parametrize(("shape", "axis", "dtype"), ANY_LENGTH, ids=str)
+def test_an_axis_of_symbolic_length_has_kernels_by_ranges(shape, axis, dtype, monkeypatch):
+    monkeypatch.setattr(kernel, "COLUMNS", (64, 1 << 15))
+
+    def emit(bb, x):
+        found = bb.emit(op.cumsum(wide(bb, x), axis))
+        return op.multiply(found, wide(bb, x))
+
+    planned = Planned.of(module(emit, (shape, dtype)), H200.to_target(), H200, load_policy(None))
+    assert [g.kernel_class for g in planned.plan.groups] == ["scan"]
+    written = EmulatedModule.of(planned)
+    assert not written.cuts
+    names = versions_among(list(written.kernels))
+    assert "up to 64" in names
+    assert len(names) <= MOST
+    for n in (0, 1, 2, 7, 8, 63, 64, 65, 72, 1100):
+        x = drawn([{N: n, M: 3}.get(e, e) for e in shape], dtype)
+        (found,) = written([x])
+        assert_close(found, reference(x, axis) * x.astype(float), dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "config"),
+    [
+        ((N, 40), ScanConfig(4, 8, 2, along=False, vector=2)),
+        ((N, 37), ScanConfig(8, 4, 4, along=False)),
+        ((N, 3), ScanConfig(8, 12, 2, along=True, staged=3)),
+    ],
+    ids=str,
+)
+def test_rows_side_by_side_are_scanned_along_a_symbolic_length(shape, config):
+    func = fuse(alone(0), (shape, HALF))
+    lowered = lower(emit_scan(read_scans(func), H200, config))
+    for n in (0, 1, 7, 8, 100):
+        x = drawn((n, shape[1]), HALF)
+        found = poisoned(x.shape, HALF)
+        run_cuda_on_cpu(lowered, [x, found])
+        assert_close(found, reference(x, 0), HALF)
+
+
+@pytest.mark.parametrize("bounds", [Bounds(0, 200), Bounds(8, 1 << 20, 8)], ids=str)
+def test_a_length_within_bounds_has_no_kernel_for_others(bounds):
+    func = fuse(lambda bb, x: scan(bb, x, 1), ((5, N), FLOAT))
+    func = with_known_sizes(func, dict.fromkeys(sizes_of(func), bounds))
+    lowered = lower(kernel.write_scan_versions(kernel.WRITER, func, H200, load_policy(None)))
+    assert len(versions_among([one.kernel for one in (lowered, *lowered.versions)])) in (0, 2)
+    for n in sorted({bounds.nearest(1), 8, 16, 200, *([7, 199] if bounds.multiple == 1 else [])}):
+        x = drawn((5, n), FLOAT)
+        found = poisoned(x.shape, FLOAT)
+        assert run_cuda_on_cpu(lowered, [x, found]) == 1
+        assert_close(found, reference(x, 1), FLOAT)
+
+
+def test_few_long_rows_of_symbolic_length_are_shared_by_blocks():
+    func = fuse(lambda bb, x: scan(bb, x, 1), ((2, N), FLOAT))
+    written = kernel.write_scan_versions(kernel.WRITER, func, H200, load_policy(None))
+    assert COOPERATIVE_ATTR in written.attrs
+    lowered = lower(written)
+    for n in (5, 8, 300, 9000, 9001):
+        x = drawn((2, n), FLOAT)
+        found = poisoned(x.shape, FLOAT)
+        assert run_cuda_on_cpu(lowered, [x, found]) == 1
+        assert_close(found, reference(x, 1), FLOAT)
+
+
+def test_what_reads_from_the_other_end_of_a_symbolic_length_is_another_launch():
+    def emit(bb, x):
+        return op.flip(bb.emit(op.cumsum(bb.emit(op.flip(x, 1)), 1)), 1)
+
+    planned = Planned.of(module(emit, ((4, N), FLOAT)), H200.to_target(), H200, load_policy(None))
+    assert [g.kernel_class for g in planned.plan.groups] == ["scan", "pointwise"]
+    x = drawn((4, 21), FLOAT)
+    (found,) = EmulatedModule.of(planned)([x])
+    assert_close(found, np.flip(np.flip(x, 1).cumsum(1), 1), FLOAT)
 
 
 def test_both_ends_of_a_row_are_two_launches():

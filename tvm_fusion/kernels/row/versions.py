@@ -14,7 +14,6 @@ Does not handle: rows in shared memory (`Form.BULK`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,7 +26,7 @@ from ...ir.extents import Bounds, bounds_within, known_sizes
 from ..forms import Writer
 from ..gpu.vectors import divides, vector_width
 from ..program.analysis import analyze
-from ..program.expr import conjunction, constant, dtype_of, linear_form, number, variables
+from ..program.expr import conjunction, constant, dtype_of
 from ..program.program import Program
 from ..versions import MOST, Branch, Multiple, Version, fewest_of, joined, read_at
 from .candidates import bounded, candidates_of, ranked, work_of
@@ -112,7 +111,7 @@ def _of_lengths(
     if divides(widest, program.columns, program.analyzer()):
         return list(_branches(program, lengths, hw, MOST))
     branches: list[Branch] = []
-    multiple = _multiple(func, program, widest)
+    multiple = Multiple.dividing(func, program.columns, widest)
     if multiple is not None:
         aligned = analyze(multiple.func, exact)
         if known.get(multiple.size, Bounds()).multiple % multiple.of == 0:
@@ -127,18 +126,6 @@ def _of_lengths(
             branches.append(Branch(branch.kernel, both, f"of{widest}_{end}", multiple.sizes))
     anywhere = list(_branches(program, lengths, hw, ANYWHERE))
     return [*branches, *anywhere] if anywhere else []
-
-
-def _multiple(func: tirx.PrimFunc, program: Program, widest: int) -> Multiple | None:
-    """The function where rows of one symbolic size, or a multiple of it, divide into vectors."""
-    found = variables(program.columns)
-    form = linear_form(program.columns, found) if len(found) == 1 else None
-    if form is None:
-        return None
-    factor, rest = number(form[0][0]), number(form[1])
-    if factor is None or rest != 0:
-        return None
-    return Multiple.made(func, found[0], widest // math.gcd(int(factor), widest))
 
 
 def _branches(

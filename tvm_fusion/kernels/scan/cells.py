@@ -33,7 +33,7 @@ from ..program.expr import (
     substitute,
     uses_any,
 )
-from ..program.program import Element, Output, Program, Tile
+from ..program.program import Element, Extent, Output, Program, Tile
 from .config import WARP, ScanConfig
 from .exchange import Place, Staging
 
@@ -69,20 +69,23 @@ class Cells:
     def __init__(self, program: Program, config: ScanConfig, frame: Frame) -> None:
         self.program, self.config, self.frame = program, config, frame
         self.analyzer = program.analyzer()
-        self.turns = -(-program.columns // config.turn)
-        self.whole = self.turns * config.turn == program.columns
-        self.in_runs = program.columns % config.width == 0  # no thread is beyond the end in part
+        self.turns = _turns(program, config)
+        self.whole = (
+            isinstance(program.columns, int) and self.turns * config.turn == program.columns
+        )
+        self.in_runs = _has_runs(program, config)
         inner = config.threads if config.along else config.rows
         near, far = (T.Bind(f(frame.thread, inner)) for f in (T.truncmod, T.truncdiv))
         place, side = (near, far) if config.along else (far, near)
-        self.at = Place(config, frame, place, side, self.turns > 1)
+        self.several = not isinstance(self.turns, int) or self.turns > 1
+        self.at = Place(config, frame, place, side, self.several)
         self.exists: Expr | None = None
         self.scopes = [self._scope(row) for row in self._rows()]
         self.count = config.width * config.lines
         self.loads = self._loads()
         self.here = {var: T.alloc_local((self.count,), d) for var, d in self.loads.items()}
         self.ahead = self.here
-        if self.turns > 1:
+        if self.several:
             self.ahead = {var: T.alloc_local((self.count,), d) for var, d in self.loads.items()}
 
     def start(self) -> None:
@@ -91,7 +94,7 @@ class Cells:
 
     def of_turn(self, turn: Expr) -> list[Cell]:
         """The cells of a turn, their rows one after the other; loads of the next one start."""
-        if self.turns > 1:
+        if self.several:
             for var, buffer in self.here.items():
                 for n in range(self.count):
                     T.buffer_store(buffer, self.ahead[var][n], [n])
@@ -189,8 +192,13 @@ class Cells:
         """A column within the row, and whether it is one."""
         if self.whole:
             return T.Bind(column), None
-        end = constant(self.program.columns - 1, self.program.index_dtype)
+        end = self._last(1)
         return T.Bind(tirx.Min(column, end)), T.Bind(column <= end)
+
+    def _last(self, width: int) -> Expr:
+        """The first of the last `width` columns."""
+        columns, index = self.program.columns, self.program.index_dtype
+        return constant(columns - width, index) if isinstance(columns, int) else columns - width
 
     def _first_chunk(self, turn: Expr) -> Expr:
         """Of the block, in a turn; those of a row's blocks follow each other."""
@@ -209,16 +217,32 @@ class Cells:
             return [self._column(first + k) for k in range(width)]
         valid = None
         if not self.whole:
-            end = constant(self.program.columns - width, self.program.index_dtype)
+            end = self._last(width)
             valid, first = T.Bind(first <= end), T.Bind(tirx.Min(first, end))
         return [(first + k, valid) for k in range(width)]
+
+
+def _turns(program: Program, config: ScanConfig) -> Extent:
+    """Turns in which the columns are gone through."""
+    columns, turn = program.columns, config.turn
+    if isinstance(columns, int):
+        return -(-columns // turn)
+    if 0 < config.most <= turn:
+        return 1
+    size = constant(turn, program.index_dtype)
+    return tirx.FloorDiv(columns + (size - 1), size)
+
+
+def _has_runs(program: Program, config: ScanConfig) -> bool:
+    """Whether no thread is beyond the end of a row in part."""
+    return divides(config.width, program.columns, program.analyzer())
 
 
 class Along(Cells):
     """See the module docstring."""
 
     def __init__(self, program: Program, config: ScanConfig, frame: Frame) -> None:
-        self.by_vectors = program.columns % config.width == 0
+        self.by_vectors = _has_runs(program, config)
         self.elements = vector_elements(program, config.width) if self.by_vectors else {}
         super().__init__(program, config, frame)
 

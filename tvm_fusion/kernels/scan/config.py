@@ -67,6 +67,7 @@ class ScanConfig:
     runs : of `width` columns of a thread in each turn, each as far from the next as the threads of
         the row reach; more than 1 only in vectors along a row.
     blocks : that share a row, side by side in each turn.
+    most : columns of the longest row where their number is symbolic; 0: any.
     """
 
     threads: int
@@ -77,6 +78,7 @@ class ScanConfig:
     staged: int = 0
     runs: int = 1
     blocks: int = 1
+    most: int = 0
 
     @property
     def block(self) -> int:

@@ -17,21 +17,34 @@ block is first (Merrill and Garland, Single-pass Parallel Prefix Scan with Decou
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tvm import tirx
+from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
-from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT
+from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT, Bounds, bounds_within, known_sizes
 from ...ir.graph import COOPERATIVE_ATTR
 from ..forms import Form, Ranked, Writer
 from ..gpu.closed_forms import closed_forms
 from ..gpu.frame import Frame, kernel_frame, then
-from ..program.expr import bytes_of, constant, convert, dtype_of, known_factor, linear_form, number
+from ..program.expr import (
+    bytes_of,
+    conjunction,
+    constant,
+    convert,
+    dtype_of,
+    known_factor,
+    linear_form,
+    number,
+)
 from ..program.narrow import narrow_indices
 from ..program.program import Extent, Output, Program
+from ..versions import Branch, Multiple, joined, read_at
 from .cells import Staged, cells_of
 from .config import ScanConfig, Shape, configs
 from .exchange import Exchange, slots_left, staged_bytes
@@ -39,6 +52,13 @@ from .problem import read_scans
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile, Policy
+
+
+COLUMNS = (256, 1 << 15)
+"""At most in each range but the last, where their number is symbolic."""
+ASSUMED_COLUMNS = COLUMNS[-1]
+WIDEST = 8
+"""Columns of the widest vectors."""
 
 
 def _step(program: Program, output: Output) -> int | None:
@@ -50,8 +70,10 @@ def _step(program: Program, output: Output) -> int | None:
     return None if step is None else abs(int(step))
 
 
-def shape_of(program: Program) -> Shape:
-    """What a program scans."""
+def shape_of(program: Program, longest: int = ASSUMED_COLUMNS) -> Shape:
+    """What a program scans; of a symbolic number of columns so many, or nearly: as many as it is
+    known to be a multiple of.
+    """
     loads = (*program.tiles, *program.elements)
     sizes = [bytes_of(item.dtype) for item in (*loads, *program.outputs)]
     rows = math.prod(n if isinstance(n, int) else ASSUMED_SYMBOLIC_EXTENT for n in program.rows)
@@ -60,13 +82,20 @@ def shape_of(program: Program) -> Shape:
     known = isinstance(program.row_count, int) or inner == 1
     return Shape(
         rows=rows,
-        columns=program.columns,
+        columns=_number_of_columns(program, longest),
         inner=inner if known else max(inner, rows),
         beside=max(1, beside),
         narrow=min(sizes),
         point=max(1, sum(bytes_of(item.dtype) for item in loads)),
         known=isinstance(program.row_count, int),
     )
+
+
+def _number_of_columns(program: Program, longest: int) -> int:
+    if isinstance(program.columns, int):
+        return program.columns
+    factor = known_factor(program.columns, program.analyzer())
+    return longest if factor % WIDEST == 0 else max(longest - factor, factor)
 
 
 def scan_configs(program: Program, hw: HardwareProfile) -> list[ScanConfig]:
@@ -105,7 +134,8 @@ def emit_scan(program: Program, hw: HardwareProfile, config: ScanConfig) -> tirx
         block = frame.block
         frame.rank = T.Bind(T.truncmod(block, config.blocks))
         frame.block = T.Bind(T.truncdiv(block, config.blocks))
-        _emit_turns(program, config, frame)
+        with _if_rows_exist(program, config, frame):
+            _emit_turns(program, config, frame)
     return frame.func.with_attr(COOPERATIVE_ATTR, True)
 
 
@@ -121,10 +151,13 @@ def _grid(rows: Extent, config: ScanConfig) -> Extent:
 def _if_rows_exist(
     program: Program, config: ScanConfig, frame: Frame
 ) -> AbstractContextManager[None]:
-    if isinstance(program.row_count, int):
-        return nullcontext()
-    block = config.rows * config.vector
-    return then(convert(frame.block, program.index_dtype) * block < program.row_count)
+    conditions = []
+    if not isinstance(program.row_count, int):
+        block = config.rows * config.vector
+        conditions.append(convert(frame.block, program.index_dtype) * block < program.row_count)
+    if not isinstance(program.columns, int):
+        conditions.append(program.columns > 0)
+    return then(conjunction(*conditions)) if conditions else nullcontext()
 
 
 def _emit_turns(program: Program, config: ScanConfig, frame: Frame) -> None:
@@ -157,4 +190,65 @@ def _emit_turns(program: Program, config: ScanConfig, frame: Frame) -> None:
             layout.store(output, cells, found)
 
 
-WRITER = Writer("scans", read_scans, (Form("scan", ScanConfig, _ranked, emit_scan),))
+def write_scan_versions(
+    writer: Writer, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
+) -> tirx.PrimFunc | None:
+    """The kernels of a fused PrimFunc for ranges of a symbolic number of columns: of those that
+    vectors divide, and of all; None where that number is known.
+    """
+    exact = policy.rounding == "exact"
+    program, known = writer.read(func, exact), known_sizes(func)
+    if isinstance(program.columns, int):
+        return None
+    bounds, branches = bounds_within(program.columns, known), []
+    multiple = Multiple.dividing(func, program.columns, WIDEST)
+    if shape_of(program).inner == 1 and multiple is not None:
+        aligned = writer.read(multiple.func, exact)
+        always = known.get(multiple.size, Bounds()).multiple % multiple.of == 0
+        for config in _configs_of(aligned, bounds, hw):
+            end = _upto(program, config, bounds)
+            condition = end if always else conjunction(multiple.divides, end)
+            name = f"of{WIDEST}_beyond" if end is None else f"of{WIDEST}_upto_{config.most}"
+            kernel = emit_scan(aligned, hw, config)
+            branches.append(Branch(kernel, condition, name, multiple.sizes))
+        if always:
+            return _joined(branches, func)
+    for config in _configs_of(program, bounds, hw):
+        kernel = emit_scan(program, hw, config)
+        branches.append(Branch(kernel, _upto(program, config, bounds), config.most))
+    return _joined(branches, func)
+
+
+def _joined(branches: Sequence[Branch], func: tirx.PrimFunc) -> tirx.PrimFunc | None:
+    """All are launched alike: rows that blocks share are few."""
+    if any(COOPERATIVE_ATTR in branch.kernel.attrs for branch in branches):
+        branches = [replace(b, kernel=b.kernel.with_attr(COOPERATIVE_ATTR, True)) for b in branches]
+    return joined(branches, func)
+
+
+def _configs_of(program: Program, bounds: Bounds, hw: HardwareProfile) -> list[ScanConfig]:
+    """A configuration for each range of the number of columns, one after the other."""
+    found: list[ScanConfig] = []
+    for most in read_at(COLUMNS, bounds):
+        config = replace(configs(shape_of(program, most), hw)[0], most=most)
+        if found and replace(found[-1], most=most) == config:
+            found.pop()
+        found.append(config)
+    if bounds.most is None or bounds.most > found[-1].most:
+        found[-1] = replace(found[-1], most=0)
+    return found
+
+
+def _upto(program: Program, config: ScanConfig, bounds: Bounds) -> Expr | None:
+    """The condition for a configuration; None where it takes all that others leave."""
+    if config.most in (0, bounds.most):
+        return None
+    return program.columns <= constant(config.most, dtype_of(program.columns))
+
+
+WRITER = Writer(
+    "scans",
+    read_scans,
+    (Form("scan", ScanConfig, _ranked, emit_scan),),
+    write_scan_versions,
+)

@@ -20,7 +20,7 @@ from ...ir.access import Access, Affine, Block, Extent
 from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT, assumed, assumed_product, non_unit
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import FIXED_SIZES, REDUCES, SCANS, Family, Fit, Needs
+from ..base import REDUCES, SCANS, Family, Fit, Needs
 from ..forms import Writer
 from ..group.footprint import evaluations, is_identity, refuse_recompute
 from ..group.roles import refuse_other_row, refuse_other_shape
@@ -42,8 +42,8 @@ class ScanClass(Family):
     """See the module docstring.
 
     Does not handle: reductions in the same launch, scans along several axes, outputs of
-    another number of elements than the scans, rows of symbolic length, reshapes behind a symbolic
-    number of rows.
+    another number of elements than the scans; reshapes, and what reads from the other end, behind
+    a symbolic size.
     """
 
     name = "scan"
@@ -53,12 +53,6 @@ class ScanClass(Family):
         anchor = next((b for b in group.blocks if b.scanned is not None), None)
         if anchor is None:
             return group.refuse(RefusalCode.REDUCTION, "the group holds no scan")
-        if not isinstance(anchor.axes[anchor.scanned].extent, int):
-            return group.refuse(
-                RefusalCode.REDUCTION,
-                f"{anchor.name} is a scan along an axis of symbolic size",
-                FIXED_SIZES,
-            )
         space = anchor.extents(anchor.spatial)
         behind: dict[int, bool] = {}
         shapes = {non_unit(space)}
@@ -135,7 +129,8 @@ def _is_flipped(block: Block, access: Access, axis: int) -> bool:
         alone = isinstance(own, Affine) and own.single_axis == axis
         if not alone or not isinstance(index, Affine) or index.axes != {axis}:
             return False
-        last = assumed(block.axes[axis].extent) - 1
+        extent = block.axes[axis].extent
+        last = extent - 1 if isinstance(extent, int) else None
         if (index.coefficients[axis], index.constant) != (-1, last):
             return False
     return len(access.index) == len(block.writes[0].index)

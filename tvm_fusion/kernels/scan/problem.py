@@ -34,8 +34,6 @@ def _read(func: tirx.PrimFunc, exact: bool) -> Program:
     if anchor is None:
         raise Unsupported("the function holds no scan")
     place = next(n for n, axis in enumerate(anchor.axes) if anchor.scan.axis.same_as(axis))
-    if not isinstance(anchor.shape[place], int):
-        raise Unsupported("a scan along an axis of symbolic size")
     rows = [e for n, e in enumerate(anchor.shape) if n != place and e != 1]
     space = make_space(rows, anchor.shape[place], index_dtype_of(blocks))
     definitions = {definition.buffer: definition for definition in blocks}
@@ -43,7 +41,10 @@ def _read(func: tirx.PrimFunc, exact: bool) -> Program:
     resolver = Resolver(space, definitions, placeholders, exact)
     axes = _axes(space, anchor, place)
     written = [n for n, param in enumerate(params) if param.var in definitions]
-    last = constant(anchor.shape[place] - 1, space.index_dtype)
+    columns = anchor.shape[place]
+    if isinstance(columns, int):
+        columns = constant(columns, space.index_dtype)
+    last = columns - 1
     turned = tuple(last - axis if n == place else axis for n, axis in enumerate(axes))
     outputs = [
         _output(n, definitions[params[n].var], anchor, (axes, turned), resolver) for n in written

@@ -12,7 +12,7 @@ it also tells places, these are the largest so far of the places at which an ext
 TVM's own kernels give wrong numbers on an H200 (products, and sums along other axes than the last
 one), or read what other threads of a warp write without waiting for them.
 
-Sums of halves are taken in float32. Does not handle: axes of symbolic length.
+Sums of halves are taken in float32. Does not handle: several axes as one where one is symbolic.
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ class _Opener(PyExprMutator):
         if x.ty.ndim == 0 and not call.attrs.exclusive:  # of which TVM's kernels have no axis
             self.changed = True
             return self._cast(x, dtype)
-        if not _has_known_length(x, axis):
+        if not _is_read(x, axis):
             return call
         self.changed = True
         if axis is None:
-            axis, x = 0, self._emit(op.reshape(x, (math.prod(static_shape(x)),)))
+            flat = x if x.ty.ndim == 1 else op.reshape(x, (math.prod(static_shape(x)),))
+            axis, x = 0, self._emit(flat)
         return self._scanned(
             x, int(axis) % x.ty.ndim, call.op.name, bool(call.attrs.exclusive), dtype
         )
@@ -78,7 +79,7 @@ class _Opener(PyExprMutator):
         attrs = getattr(func, "attrs", None)
         name = str(attrs[SCAN_NAME]) if attrs and SCAN_NAME in attrs else None
         x = call.args[1].fields[0] if name is not None else None
-        if x is None or not x.ty.ndim or not _has_known_length(x, 0) or 0 in static_shape(x):
+        if x is None or not x.ty.ndim or not _is_read(x, 0):
             return call
         self.changed = True
         axis, dtype = int(attrs[SCAN_AXIS]), str(x.ty.dtype)
@@ -128,15 +129,15 @@ class _Opener(PyExprMutator):
         return self.builder_.emit(expr)
 
 
-def _has_known_length(x: relax.Expr, axis: int | None) -> bool:
-    """Whether what is scanned, all of x without an axis, is of known length, and x not empty."""
+def _is_read(x: relax.Expr, axis: int | None) -> bool:
+    """Whether what is scanned can be read as one axis, and x is not known to be empty."""
     if not isinstance(x.ty.shape, relax.ShapeExpr):
         return False
     extents = list(x.ty.shape.values)
     if not extents or any(isinstance(n, tirx.IntImm) and int(n) == 0 for n in extents):
         return False
-    along = extents if axis is None else [extents[int(axis)]]
-    return all(isinstance(n, tirx.IntImm) for n in along)
+    one = axis is not None or len(extents) == 1
+    return one or all(isinstance(n, tirx.IntImm) for n in extents)
 
 
 def scanned(x: te.Tensor, axis: int, kind: Kind, exclusive: bool = False) -> te.Tensor:
