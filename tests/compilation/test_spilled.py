@@ -85,6 +85,17 @@ def test_a_few_bytes_are_worth_no_other_configuration(made, ptxas):
     assert with_less_spilled(given) is given
 
 
+def test_versions_by_range_stay_as_they_are(made, ptxas):
+    asked = ptxas(4096)
+    ((name, kernels),) = ((n, k) for n, k in made.built.kernels.items() if k)
+    versions = f"{name}_upto_64_kernel", f"{name}_beyond_kernel"
+    worse = replace(made.built.resources[kernels[0]], spill_bytes=4096)
+    built = replace(made.built, kernels={name: versions}, resources=dict.fromkeys(versions, worse))
+    given = replace(made, built=built)
+    assert with_less_spilled(given) is given
+    assert asked == []
+
+
 def test_compile_asks_for_it(planned, monkeypatch):
     seen = []
     monkeypatch.setattr(

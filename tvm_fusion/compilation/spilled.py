@@ -11,8 +11,8 @@ less than that, at most two of them are compiled, and the one that takes least w
 is built instead, if that is worth it. A module without spills stays as it was
 built. Instructions within loops are counted once.
 
-Does not handle (left alone): symbolic launches, classes that rank no configurations, kernels that
-tuning chose, other plans.
+Does not handle (left alone): symbolic launches, kernels with versions by range, classes that rank
+no configurations, kernels that tuning chose, other plans.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ..plan.plan import UNWRITTEN, FusionPlan
 from ..runtime.build.cuda_compiler import cuda_arch
 from ..runtime.build.kernel_code import kernel_sources
 from ..runtime.build.resources import ptxas_resources
+from ..runtime.build.version_names import versions_among
 from ..transform.apply.write_kernels import Tuned, write_kernel
 from ..tuning.session.choices import ranked_configs, text_of
 from ..tuning.session.tasks import key_of_group
@@ -75,6 +76,8 @@ def _spilling(made: BuiltPlan) -> Iterator[tuple[tirx.PrimFunc, str]]:
         kernels = [built.resources.get(kernel) for kernel in built.kernels.get(name, ())]
         if group.kernel_class in UNWRITTEN or not any(k and k.spill_bytes for k in kernels):
             continue
+        if versions_among(built.kernels[name]):
+            continue  # of one configuration for all sizes nothing is told
         func = made.materialized.mod[name]
         tuned = planned.tuned
         if not (tuned and tuned.choice(func, group.kernel_class, planned.policy)):

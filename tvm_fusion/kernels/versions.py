@@ -24,13 +24,22 @@ from typing import Any
 
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import Expr, StringImm, Var
+from tvm.ir import Expr, StringImm, TensorLoad, Var
 
 from ..config import HardwareProfile, Policy
 from ..ir.extents import Bounds, known_sizes
 from ..ir.graph import VERSIONS_ATTR
 from .forms import Ranked, Writer
-from .program.expr import conjunction, constant, dtype_of, linear_form, number, variables
+from .gpu.ahead import READS_AHEAD
+from .program.expr import (
+    conjunction,
+    constant,
+    convert,
+    dtype_of,
+    linear_form,
+    number,
+    variables,
+)
 
 LOSS = 1.03
 MOST = 6  # versions
@@ -287,13 +296,50 @@ def kind_of(config: Any) -> Any:
     return dataclasses.replace(config, **{_ORDER: 1}) if _ORDER in fields else config
 
 
+def for_fewer(
+    kernel: tirx.PrimFunc, func: tirx.PrimFunc, size: Var, outputs: Iterable[int]
+) -> tirx.PrimFunc | None:
+    """A kernel of `func` at a value of its size as one for 1 to so many; None where its parameters
+    do not have the size alone as an extent, or it does not store elements of `outputs` one by one.
+
+        y[i] = f(x[i])    ->    if i < n: y[i] = f(x[min(i, n - 1)])
+
+    Right where what is stored depends on nothing else that has the same place along the size.
+    """
+    axes: dict[Var, list[int]] = {}
+    for param, like in zip(kernel.params, func.params, strict=True):
+        found = [i for i, e in enumerate(like.ty.shape) if not isinstance(e, tirx.IntImm)]
+        if not all(like.ty.shape[i].same_as(size) for i in found):
+            return None
+        axes[param] = found
+    stored: set[Var] = set()
+
+    def read(load: TensorLoad) -> Expr:
+        indices = list(load.indices)
+        for axis in axes.get(load.source, ()):
+            index = indices[axis]
+            last = convert(size, dtype_of(index)) - constant(1, dtype_of(index))
+            indices[axis] = tirx.Min(index, last)
+        return tirx.BufferLoad(load.source, indices) if axes.get(load.source) else load
+
+    def store(node: tirx.BufferStore) -> tirx.Stmt:
+        stored.add(node.buffer)
+        there = (node.indices[axis] for axis in axes.get(node.buffer, ()))
+        exists = conjunction(*(index < convert(size, dtype_of(index)) for index in there))
+        return node if exists is None else tirx.IfThenElse(exists, node, None)
+
+    body = tvm_ffi.structural_map(kernel.body, [(TensorLoad, read), (tirx.BufferStore, store)])
+    whole = stored.issuperset(kernel.params[number] for number in outputs)
+    return kernel.with_body(body) if whole else None
+
+
 def joined(branches: Sequence[Branch], func: tirx.PrimFunc) -> tirx.PrimFunc | None:
     """One function with the kernels of branches, the first whose condition holds is launched; None
     where these cannot stand in one. They compute `func`, and rely on the bounds of its sizes, which
     the host asks for.
     """
     last = branches[-1].kernel
-    if any(not _equal(last.attrs, branch.kernel.attrs) for branch in branches):
+    if any(not _equal(_others(last), _others(branch.kernel)) for branch in branches):
         return None
     params = last.params if not branches[-1].sizes else _like(last.params, func.params)
     body = None
@@ -301,8 +347,15 @@ def joined(branches: Sequence[Branch], func: tirx.PrimFunc) -> tirx.PrimFunc | N
         own = _over(branch, params)
         body = own if body is None else tirx.IfThenElse(branch.condition, own, body)
     whole = tirx.PrimFunc(params, _within_bounds(func, body), last.ret_type, attrs=last.attrs)
+    ahead = {int(i) for b in branches for i in b.kernel.attrs.get(READS_AHEAD, ())}
+    whole = whole.with_attr(READS_AHEAD, sorted(ahead)) if ahead else whole
     names = [branch.name for branch in branches[:-1]]
     return whole.with_attr(VERSIONS_ATTR, names) if names else whole
+
+
+def _others(kernel: tirx.PrimFunc) -> dict[str, Any]:
+    """The attributes of a kernel but for what each may read ahead."""
+    return {name: value for name, value in kernel.attrs.items() if name != READS_AHEAD}
 
 
 def _like(params: Sequence[Var], others: Sequence[Var]) -> list[Var]:

@@ -1,6 +1,8 @@
 """Kernels of a product for ranges of its symbolic size: which, and right at the edges of each."""
 
+import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -13,16 +15,21 @@ from tvm_fusion.ir.extents import Bounds, sizes_of, with_known_sizes
 from tvm_fusion.ir.graph import OUTPUTS_ATTR, VERSIONS_ATTR
 from tvm_fusion.kernels.gemm import versions
 from tvm_fusion.kernels.gemm.forms import WRITER
-from tvm_fusion.kernels.gemm.versions import Version, versions_of, write_versions
+from tvm_fusion.kernels.gemm.hopper.config import HopperConfig
+from tvm_fusion.kernels.gemm.hopper.problem import read_problems
+from tvm_fusion.kernels.gemm.skinny.config import SkinnyConfig
+from tvm_fusion.kernels.gemm.versions import Version, Way, versions_of, write_versions
 from tvm_fusion.runtime.build.trusted_calls import KINDS
 from tvm_fusion.runtime.build.version_names import launches_of, versions_among
 from tvm_fusion.transform.apply.write_kernels import write_kernel
 
 from ...support.cuda_on_cpu import lower, run_cuda_on_cpu
 from ...support.helpers_tir import poisoned
+from ...support.hopper_on_cpu import run_hopper_on_cpu
 from ...support.kernel_cases import assert_close, fuse
 
 A100, H200 = load_profile("nvidia_a100"), load_profile("nvidia_h200")
+TINY_H200 = dataclasses.replace(H200, num_sms=4, sms_per_cluster_group=4)
 POLICY = load_policy(None)
 
 
@@ -63,8 +70,8 @@ def test_more_versions_than_are_allowed_are_none():
 def small():
     """A product on an A100 with a version for each of three ranges of few rows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(versions, "SIZES", (4, 20, 70))
-        patch.setattr(versions, "versions_of", _one_each)
+        patch.setattr(versions, "ROWS", (4, 20, 70))
+        patch.setattr(versions, "least_loss", _one_each)
         return lower(write_kernel(SOME.with_attr(OUTPUTS_ATTR, 1), "gemm", A100, POLICY))
 
 
@@ -72,13 +79,19 @@ def within(func, bounds):
     return with_known_sizes(func, dict.fromkeys(sizes_of(func), bounds))
 
 
+def edges_of(kernel):
+    """The sizes that the names of a kernel's versions tell."""
+    names = kernel.attrs.get(VERSIONS_ATTR, ())
+    return [int(edge) for name in names for edge in re.findall(r"\d+", str(name))]
+
+
 def test_no_version_is_for_sizes_that_cannot_occur():
     n = tirx.Var("n", "int64")
     func = product(n, 2048, 8192)
-    whole = [int(most) for most in write_versions(WRITER, func, H200, POLICY).attrs[VERSIONS_ATTR]]
+    whole = edges_of(write_versions(WRITER, func, H200, POLICY))
     for bounds in (Bounds(0, 300), Bounds(100, 300), Bounds(100)):
         written = write_versions(WRITER, within(func, bounds), H200, POLICY)
-        edges = [int(most) for most in written.attrs.get(VERSIONS_ATTR, ())]
+        edges = edges_of(written)
         assert all(max(bounds.least, 1) <= most < (bounds.most or math.inf) for most in edges)
         assert len(edges) <= len(whole)
 
@@ -111,13 +124,13 @@ def test_rows_of_two_sizes_have_versions_by_their_product():
     func = tokens((b, n), 2048, 8192)
     known = with_known_sizes(func, dict.fromkeys(sizes_of(func), Bounds(0, 16)))
     few = write_versions(WRITER, known, H200, POLICY)
-    assert all(int(edge) < 256 for edge in few.attrs.get(VERSIONS_ATTR, ()))
+    assert all(edge < 256 for edge in edges_of(few))
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (1, 5), (5, 4), (3, 7), (2, 36), (0, 3)])
 def test_rows_of_two_sizes_are_right_at_the_edges(sizes, monkeypatch):
-    monkeypatch.setattr(versions, "SIZES", (4, 20, 70))
-    monkeypatch.setattr(versions, "versions_of", _one_each)
+    monkeypatch.setattr(versions, "ROWS", (4, 20, 70))
+    monkeypatch.setattr(versions, "least_loss", _one_each)
     b, n = tirx.Var("b", "int64"), tirx.Var("n", "int64")
     func = tokens((b, n), 64, 96).with_attr(OUTPUTS_ATTR, 1)
     lowered = lower(write_kernel(func, "gemm", A100, POLICY))
@@ -163,12 +176,17 @@ def test_multiples_are_right_and_asked_for(shape):
         assert_close(y, np.maximum(x.astype(float) @ w.astype(float), 0), "float16")
 
 
-def _one_each(tables, sizes):
-    """The best configuration of each size that is not that of another one."""
+def _one_each(spans, left_out=()):
+    """The best configuration of each range that is not that of another one."""
     found = []
-    for table in tables:
-        found.append(next(c for _, c in table if c not in found))
-    return [Version(c, most) for c, most in zip(found, (*sizes[:-1], None), strict=True)]
+    for span in spans:
+        ranked = sorted(
+            (seconds, str(kind), kind) for kind, (seconds, _) in span.last.times.items()
+        )
+        others = [kind for *_, kind in ranked if kind not in {*left_out, *(w.kind for w in found)}]
+        thin = isinstance(others[0], SkinnyConfig)
+        found.append(Way(others[0], span.last.rows if thin else None))
+    return found
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 4, 5, 19, 20, 21, 70, 71])
@@ -184,13 +202,147 @@ def test_each_range_has_a_kernel_of_its_own(small, rows):
         assert_close(y, np.maximum(x.astype(float) @ w.astype(float), 0), "float16")
 
 
+def gated(rows):
+    """silu(x g) * (x u) + r."""
+
+    def emit(bb, x, g, u, r):
+        gate, up = (bb.emit(op.matmul(x, w)) for w in (g, u))
+        return op.add(bb.emit(op.multiply(bb.emit(op.nn.silu(gate)), up)), r)
+
+    shapes = ((rows, 64), (64, 96), (64, 96), (rows, 96))
+    return fuse(emit, *((shape, "float16") for shape in shapes)).with_attr(OUTPUTS_ATTR, 1)
+
+
+def gated_of(x, g, u, r):
+    x, g, u, r = (each.astype(float) for each in (x, g, u, r))
+    gate = x @ g
+    return gate / (1 + np.exp(-gate)) * (x @ u) + r
+
+
+def _thin_then_others(tensor):
+    """The fastest kernel of the skinny form up to 5 rows, on tensor cores or not; one of another
+    form for more.
+    """
+
+    def choose(spans, left_out=()):
+        few, rest = (
+            sorted((seconds, str(kind), kind) for kind, (seconds, _) in span.last.times.items())
+            for span in spans[:2]
+        )
+        kinds = (k for *_, k in few if isinstance(k, SkinnyConfig) and bool(k.tensor) == tensor)
+        other = next(k for *_, k in rest if not isinstance(k, SkinnyConfig))
+        return [Way(next(kinds), 5), *(Way(other) for _ in spans[1:])]
+
+    return choose
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["fma", "mma"])
+def thin(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(versions, "ROWS", (5, 70))
+        patch.setattr(versions, "least_loss", _thin_then_others(request.param))
+        return lower(write_kernel(gated(tirx.Var("n", "int64")), "gemm", A100, POLICY))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4, 5, 6, 71])
+def test_few_rows_have_a_kernel_for_so_many_or_fewer(thin, rows):
+    assert "main_upto_5_kernel" in [thin.kernel, *(version.kernel for version in thin.versions)]
+    rng = np.random.default_rng(rows)
+    shapes = ((rows, 64), (64, 96), (64, 96), (rows, 96))
+    inputs = [rng.standard_normal(shape).astype("float16") for shape in shapes]
+    y = poisoned((rows + 1, 96), "float16")
+    behind = y[rows:].copy()
+    assert run_cuda_on_cpu(thin, [*inputs, y[:rows]]) == bool(rows)
+    assert_close(y[:rows], gated_of(*inputs), "float16") if rows else None
+    assert np.array_equal(y[rows:], behind, equal_nan=True)
+
+
+def turned(bb, x, w):
+    return op.matmul(bb.emit(op.flip(x, 0)), w)
+
+
+def test_rows_that_depend_on_how_many_there_are_have_no_kernel_for_fewer(monkeypatch):
+    monkeypatch.setattr(versions, "ROWS", (5, 70))
+    first = _thin_then_others(False)
+
+    def choose(spans, left_out=()):
+        if left_out:
+            return _one_each(spans, {*left_out, *(k for k in spans[0].last.times if _is_thin(k))})
+        return first(spans)
+
+    monkeypatch.setattr(versions, "least_loss", choose)
+    func = fuse(turned, ((tirx.Var("n", "int64"), 64), "float16"), ((64, 96), "float16"))
+    lowered = lower(write_kernel(func.with_attr(OUTPUTS_ATTR, 1), "gemm", A100, POLICY))
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(shape).astype("float16") for shape in ((3, 64), (64, 96)))
+    y = poisoned((3, 96), "float16")
+    assert run_cuda_on_cpu(lowered, [x, w, y]) == 1
+    assert_close(y, x[::-1].astype(float) @ w.astype(float), "float16")
+
+
+def _is_thin(kind):
+    return isinstance(kind, SkinnyConfig)
+
+
+@pytest.fixture(scope="module")
+def hopper():
+    """Versions on a small Hopper device, each of another tile."""
+    found: list[Way] = []
+
+    def choose(spans, left_out=()):
+        for span in spans:
+            kinds = (
+                kind
+                for kind in span.last.times
+                if isinstance(kind, HopperConfig)
+                and kind.multicast == 1
+                and kind not in {*left_out, *(way.kind for way in found)}
+            )
+            found.append(Way(next(kinds)))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(versions, "ROWS", (64, 128, 192, 256))
+        patch.setattr(versions, "least_loss", choose)
+        return lower(write_kernel(gated(tirx.Var("n", "int64")), "gemm", TINY_H200, POLICY))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 65, 129, 200])
+def test_hopper_kernels_ask_for_the_rows_that_there_are(hopper, rows):
+    assert len(hopper.versions) == 3
+    rng = np.random.default_rng(rows)
+    shapes = ((rows, 64), (64, 96), (64, 96), (rows, 96))
+    inputs = [rng.standard_normal(shape).astype("float16") for shape in shapes]
+    y = poisoned((rows, 96), "float16")
+    assert run_hopper_on_cpu(hopper, [*inputs, y]) == 1
+    assert_close(y, gated_of(*inputs), "float16")
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "height", "rows"),
+    [
+        (1, 64, 64, 64),
+        (65, 128, 64, 128),
+        (65, 128, 128, 128),
+        (64, 128, 64, None),
+        (1, None, 64, None),
+    ],
+)
+def test_row_tiles_are_counted_once_where_all_sizes_of_a_range_have_as_many(
+    least, most, height, rows
+):
+    contraction = WRITER.read(SOME, False)
+    contraction = dataclasses.replace(contraction, rows=Bounds(least, most))
+    problem = read_problems(contraction)[0]
+    assert problem.whole_tiles(height) == (problem.M if rows is None else rows)
+
+
 def test_a_large_product_has_versions_on_hopper_and_loses_little_at_each_size():
     n = tirx.Var("n", "int64")
     func = product(n, 2048, 8192)
     written = write_versions(WRITER, func, H200, POLICY)
-    edges = [int(most) for most in written.attrs[VERSIONS_ATTR]]
-    assert edges == sorted(set(edges) & set(versions.SIZES))
-    assert 1 <= len(edges) < versions.MOST
+    assert 2 <= len(written.attrs[VERSIONS_ATTR]) < versions.MOST
+    assert {edge - edge % 2 for edge in edges_of(written)} <= {0, *versions.ROWS}
 
 
 def rows_of_images(bb, x, w):
@@ -204,20 +356,23 @@ def rows_behind_100(bb, x, w):
 
 
 @pytest.mark.parametrize(
-    ("emit", "shape", "least"),
-    [(rows_of_images, (196, 1024), 16), (rows_behind_100, (1024,), 128)],
+    ("emit", "shape", "sizes"),
+    [
+        (rows_of_images, (196, 1024), [1, 2, 3, 5, 10, 20]),
+        (rows_behind_100, (1024,), [rows for rows in versions.ROWS if rows > 100]),
+    ],
 )
 def test_rows_that_are_computed_of_the_size_are_ranked_at_each_that_leaves_some(
-    emit, shape, least, monkeypatch
+    emit, shape, sizes, monkeypatch
 ):
     found = []
-    monkeypatch.setattr(versions, "versions_of", lambda *given: found.append(given) or [])
+    monkeypatch.setattr(versions, "least_loss", lambda *given: found.append(given) or [])
     n = tirx.Var("n", "int64")
     func = fuse(emit, ((n, *shape), "float16"), ((1024, 4096), "float16"))
     assert write_versions(WRITER, func, A100, POLICY) is None
-    ((tables, sizes),) = found
-    assert sizes == [size for size in versions.SIZES if size >= least]
-    assert tables[-1][0][0] > 4 * tables[0][0][0]  # seconds at 4096 and at the least
+    ((spans, _),) = found
+    assert [span.most for span in spans] == sizes
+    assert spans[-1].last.best[0] > 4 * spans[0].last.best[0]
 
 
 @pytest.mark.parametrize(

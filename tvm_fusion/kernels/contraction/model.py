@@ -22,6 +22,7 @@ import tvm
 from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
+from ...ir.extents import Bounds
 from ..program.expr import constant, dtype_of, keeps_value, number, rebuild, variables
 from ..program.extents import MAX_EXTENT, equal_sizes
 from ..program.program import Extent, Param
@@ -310,12 +311,16 @@ class Segment(Space):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contraction:
-    """What one fused PrimFunc computes; made by `contraction.analyze_contraction`."""
+    """What one fused PrimFunc computes; made by `contraction.analyze_contraction`.
+
+    `rows` says how many rows a kernel is for where `M` is symbolic and that is known.
+    """
 
     name: str | None
     params: tuple[Param, ...]
     segments: tuple[Segment, ...]
     exact: bool = False
+    rows: Bounds = field(default_factory=Bounds)
 
     @property
     def batch(self) -> Extent:

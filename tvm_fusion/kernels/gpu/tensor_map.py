@@ -75,8 +75,10 @@ class TensorMap:
             found.append(value if d.outermost else value % _int32(d.extent))
         return found
 
-    def encode(self, buffer: Var) -> Var:
-        """Emits the host code that makes the map of `buffer`; the map's address."""
+    def encode(self, buffer: Var, boxes: Mapping[str, Expr] | None = None) -> Var:
+        """Emits the host code that makes the map of `buffer`; the map's address. `boxes` are sizes
+        of boxes along groups that are known at the call, at most those of the dimensions.
+        """
         handle = T.Bind(T.tvm_stack_alloca("tensormap", 1), T.handle("tensormap"))
         data = buffer.data
         if self.base:
@@ -84,7 +86,12 @@ class TensorMap:
         rank = len(self.dimensions)
         numbers = [d.extent for d in self.dimensions]
         numbers += [d.stride * bytes_of(self.dtype) for d in self.dimensions[1:]]
-        numbers += [d.box * d.step for d in self.dimensions] + [d.step for d in self.dimensions]
+        at_call = boxes or {}
+        numbers += [
+            d.box * d.step if d.box == 1 else at_call.get(d.group, d.box * d.step)
+            for d in self.dimensions
+        ]
+        numbers += [d.step for d in self.dimensions]
         flags = (0, SWIZZLE_128B, L2_PROMOTION_128B, 0)
         if self.dtype == "float32":
             flags = (*flags, TFLOAT32)

@@ -2,6 +2,8 @@
 
     f_kernel, f_kernel_1, f_kernel_2  ->  f_upto_64_kernel, f_upto_512_kernel, f_beyond_kernel
 
+"up to" is from where the ranges before end. One may have several: f_upto_64_and_129_to_192_kernel.
+
 Profiles and reports say by these names which one ran, and launches of a call are counted by them.
 """
 
@@ -16,7 +18,7 @@ from tvm import tirx
 
 from ...ir.graph import VERSIONS_ATTR
 
-_RANGE = r"(?:of\d+_)?(?:upto_\d+|beyond)"
+_RANGE = r"(?:of\d+_)?(?:upto_\d+(?:_and_\d+_to_\d+)*|beyond)"
 _VERSION = re.compile(rf"(.*?)_({_RANGE})_kernel")
 
 
@@ -40,7 +42,8 @@ def versions_among(kernels: Iterable[str]) -> tuple[str, ...]:
 
 def _told(name: str) -> str:
     """``of8_upto_64`` is "multiples of 8 up to 64"."""
-    return re.sub(r"of(\d+)_", r"multiples of \1 ", name.replace("upto_", "up to "))
+    told = re.sub(r"of(\d+)_", r"multiples of \1 ", name.replace("upto_", "up to "))
+    return told.replace("_and_", " and ").replace("_to_", " to ")
 
 
 def with_version_names(written: tvm.IRModule, lowered: tvm.IRModule) -> tvm.IRModule:

@@ -146,7 +146,7 @@ def _grid(problem: HopperProblem, plan: Plan) -> Grid | SegmentGrid:
     tile = (c.block_m * c.multicast, plan.out_n, max(1, c.group_m // c.multicast))
     if not problem.shared:
         return SegmentGrid("int32", problem.segments, *tile)
-    return Grid("int32", problem.batch, problem.M, problem.columns, *tile)
+    return Grid("int32", problem.batch, problem.whole_tiles(tile[0]), problem.columns, *tile)
 
 
 def _emit(frame: Frame, problem: HopperProblem, plan: Plan) -> None:

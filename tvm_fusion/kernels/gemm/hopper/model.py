@@ -290,6 +290,22 @@ class HopperProblem:
         return self.segments[0].windows is not None
 
     @property
+    def most_rows(self) -> int | None:
+        """How many rows there are at most, if that is known."""
+        if isinstance(self.M, int):
+            return self.M
+        one = isinstance(self.batch, int) and self.batch == 1
+        return self.contraction.rows.most if one and not self.has_windows else None
+
+    def whole_tiles(self, height: int) -> Extent:
+        """Rows, in whole tiles of a height where all numbers that may be take as many; else `M`."""
+        if isinstance(self.M, int) or self.most_rows is None:
+            return self.M
+        tiles = ceil_div(self.most_rows, height)
+        same = ceil_div(max(self.contraction.rows.least, 1), height) == tiles
+        return tiles * height if same else self.M
+
+    @property
     def prologue(self) -> Prologue | None:
         """What is computed of A, if anything is: there is one segment then."""
         return self.segments[0].prologue

@@ -30,6 +30,7 @@ def emit_producer(kernel: Hopper) -> None:
     if kernel.problem.streams:
         _emit_streams(kernel, terms, ring)
         return
+    arriving = kernel.step_bytes()
     with T.serial(0, kernel.turns) as turn:
         tile = _kept(kernel.grid, kernel.tile(turn))
         if kernel.shared.resume is not None:
@@ -40,7 +41,7 @@ def emit_producer(kernel: Hopper) -> None:
         with T.serial(0, kernel.steps_of(tile), unroll=False) as step:
             barrier = kernel.shared.full.ptr_to([ring.stage])
             _wait_until_empty(kernel, ring)
-            expect(barrier, kernel.plan.transaction_bytes)
+            expect(barrier, arriving)
             term = terms.at(step)
             if kernel.problem.shared:
                 terms.load_a(0, tile, term, ring.stage, barrier)

@@ -11,9 +11,9 @@ from tvm.script import tirx as T
 
 from ...gpu.intrinsics import cluster_arrive, cluster_wait, device_call
 from ...gpu.memory import shared_pool
-from ...gpu.product_frame import Frame, Grid, Tile
+from ...gpu.product_frame import Frame, Grid, Tile, in_register
 from ...program.expr import convert
-from .model import BOX, HopperProblem
+from .model import BOX, STEP_BYTES, HopperProblem
 from .plan import Plan
 
 # Device functions for blocks of a cluster that write to each other's shared memory.
@@ -136,6 +136,13 @@ class Hopper:
             return tile
         return replace(tile, m=T.Bind(tile.m * multicast + self.rank))
 
+    def step_bytes(self) -> Expr | int:
+        """Bytes that arrive in a step; emits a register for them where the call tells the rows."""
+        plan = self.plan
+        if plan.few_rows is None:
+            return plan.transaction_bytes
+        return in_register(convert(plan.few_rows, "int32") * STEP_BYTES + plan.b_bytes)
+
     @property
     def steps(self) -> Expr | int:
         """Steps of a tile that this block computes."""
@@ -181,12 +188,13 @@ def encode_maps(frame: Frame, problem: HopperProblem, plan: Plan) -> Maps:
     """Emits the host code that makes all tensor maps."""
     buffers = frame.buffers
 
-    def encode(found) -> Var | None:
-        return None if found is None else found.encode(buffers[found.param])
+    def encode(found, boxes=None) -> Var | None:
+        return None if found is None else found.encode(buffers[found.param], boxes)
 
     staged = plan.config.staged
+    few = {} if plan.few_rows is None else {problem.a.rows: plan.few_rows}
     return Maps(
-        a=[[encode(m) for m in maps] for maps in plan.a_maps],
+        a=[[encode(m, few) for m in maps] for maps in plan.a_maps],
         b=[[encode(m) for m in maps] for maps in plan.b_maps],
         staged=[encode(s.staged_map) if staged else None for s in problem.segments],
         residual=[encode(s.residual_map) if staged else None for s in problem.segments],
@@ -253,9 +261,10 @@ def _initialise(barrier: Expr, arrivals: int) -> None:
     T.evaluate(T.ptx.mbarrier.init.shared.b64(barrier, T.uint32(arrivals)))
 
 
-def expect(barrier: Expr, size: int) -> None:
+def expect(barrier: Expr, size: Expr | int) -> None:
     """Emits an arrival that makes the barrier wait for `size` bytes."""
-    T.evaluate(T.ptx.mbarrier.arrive.expect_tx.shared.b64(barrier, T.uint32(size)))
+    size = T.uint32(size) if isinstance(size, int) else convert(size, "uint32")
+    T.evaluate(T.ptx.mbarrier.arrive.expect_tx.shared.b64(barrier, size))
 
 
 def wait(barrier: Expr, phase: Expr) -> None:
