@@ -34,8 +34,9 @@ def test_a_process_has_threads_and_cores_of_its_own_and_lives_on_after_a_failure
     assert len(usable_cores()) >= cores
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("no_torch")
-@pytest.mark.parametrize("instructions", [None, *INSTRUCTIONS])
+@pytest.mark.parametrize("instructions", [*INSTRUCTIONS, None])
 def test_a_process_keeps_to_a_set_of_instructions_and_its_neighbours_do_not(instructions):
     names = sorted({name for limits in INSTRUCTIONS.values() for name in limits})
     here = {name: os.environ.get(name) for name in names}
@@ -68,6 +69,7 @@ def test_threads_that_go_on_after_a_call_are_waited_for():
         assert process.make() == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_torch")
 def test_the_death_of_one_is_no_end_for_the_others():
     with Process(make_death, 1) as mortal, Process(make_something, 1) as other:
@@ -87,6 +89,22 @@ class Slow:
     def time(self, number, _limit):
         self.log.append((self.name, number))
         return self.seconds
+
+
+class Mortal(Slow):
+    """Ends when it is asked for the third time."""
+
+    def time(self, number, limit):
+        if len(self.log) == 2:
+            raise Failed("its process ended with status 9")
+        return super().time(number, limit)
+
+
+def test_one_that_fails_in_its_turn_is_no_end_for_the_others():
+    processes = {"mortal": Mortal([], "mortal", 1e-4), "other": Slow([], "other", 1e-4)}
+    times, failures = in_rounds(processes, repeats=4)
+    assert failures == {"mortal": "its process ended with status 9"}
+    assert times["other"].samples == 4
 
 
 def test_turns_alternate_and_slow_calls_get_few_of_them():

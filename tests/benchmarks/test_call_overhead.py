@@ -10,8 +10,8 @@ from . import call_overhead
 
 
 def test_a_call_of_many_inputs_takes_less_than_eager_execution():
-    found = call_overhead.overheads(20, 30, ("tvm_fusion", "eager"))
-    assert 0 < found["tvm_fusion"] < 0.8 * found["eager"]  # 0.43 on a quiet machine
+    found = call_overhead.overheads(10, 30, ("tvm_fusion", "eager"))
+    assert 0 < found["tvm_fusion"] < 0.8 * found["eager"]  # 0.63 on a busy machine
 
 
 @pytest.mark.nightly

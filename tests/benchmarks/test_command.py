@@ -2,7 +2,7 @@
 
 import copy
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -108,15 +108,13 @@ def test_with_json_the_result_is_the_one_object_on_stdout(capfd):
     assert json.loads(capfd.readouterr().out)["rows"][0]["name"] == "softmax"
 
 
-def test_the_module_of_the_benchmark_runs_as_a_program():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks", "--list"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.stdout.startswith("memory (12)\n")
+def test_the_module_of_the_benchmark_runs_as_a_program(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tests.benchmarks", "--list"])
+    monkeypatch.delitem(sys.modules, "tests.benchmarks.__main__")  # imported above
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("tests.benchmarks", run_name="__main__")
+    assert not ended.value.code
+    assert capsys.readouterr().out.startswith("memory (12)\n")
 
 
 def row_of(name, ours, failures=(), **peers):

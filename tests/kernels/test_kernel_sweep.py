@@ -15,7 +15,13 @@ def assert_right(tried):
     assert tried.wrong == [], f"{tried.name} {tried.seed} for {tried.device}"
 
 
-@pytest.mark.parametrize("name", sorted(CLASSES))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name == "attention"))  # test_random.py
+        for name in sorted(CLASSES)
+    ],
+)
 def test_a_sample_of_configurations_is_right(name):
     tried = [swept(name, seed, 3) for seed in range(1 if name == "attention" else 2)]
     for of in tried:
@@ -23,6 +29,7 @@ def test_a_sample_of_configurations_is_right(name):
     assert sum(of.right for of in tried) >= 2
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_modules_of_several_launches_are_right_in_some_configurations(name):
     tried = swept(name, 7, 6)

@@ -96,7 +96,7 @@ def modules_by_folder(paths: Iterable[Path]) -> Counter[str]:
 
 def roots(path: Path) -> set[str]:
     """The packages that a module imports by their full names."""
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    nodes = [node for node, _ in _statements(ast.parse(path.read_text(encoding="utf-8")))]
     modules = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
     modules += [n.module for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
     return {module.partition(".")[0] for module in modules}
@@ -135,24 +135,26 @@ def _name(path: Path) -> str:
 
 
 def _imports(name: str, path: Path, files: Iterable[str]) -> Iterator[Import]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    within = _nodes_in(tree, (ast.FunctionDef, ast.AsyncFunctionDef))
-    types = _nodes_in(tree, (ast.If,), "TYPE_CHECKING")
     folder = path.relative_to(ROOT).parent.parts
-    for node in ast.walk(tree):
+    for node, when in _statements(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
-        when = "function" if id(node) in within else "types" if id(node) in types else "top"
         for target in _targets(node, folder, files):
             if target in files and target != name:
                 yield Import(name, target, when, node.lineno)
 
 
-def _nodes_in(tree: ast.AST, kinds: tuple[type, ...], test: str = "") -> set[int]:
-    """The nodes within statements of some kinds, by `id`; of `if` only those that test a name."""
-    outer = (n for n in ast.walk(tree) if isinstance(n, kinds))
-    chosen = (n for n in outer if not test or test in ast.dump(n.test))
-    return {id(n) for statement in chosen for n in ast.walk(statement)}
+def _statements(node: ast.AST, when: str = "top") -> Iterator[tuple[ast.stmt, str]]:
+    """The statements of a module at any depth, and when they run; no import is an expression."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        when = "function"
+    elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and when == "top":
+        when = "types"
+    for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for inner in getattr(node, part, ()):
+            if isinstance(inner, ast.stmt):
+                yield inner, when
+            yield from _statements(inner, when)
 
 
 def _targets(

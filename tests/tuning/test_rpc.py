@@ -306,6 +306,8 @@ def fleet():
             kill_server(process)
 
 
+# Always: a session that broke off, and processes that lost their device (`test_session`).
+@pytest.mark.nightly
 def test_a_server_that_dies_in_the_middle_costs_no_trial(tested, fleet, caplog):
     choices = (DEFAULT, "plain", "fast", "wrong")
     session, kept, state = make_session(SETTINGS, choices=choices)
@@ -355,6 +357,14 @@ def test_a_choice_that_is_lost_with_its_server_twice_is_a_crash(tested, tmp_path
     assert state.untuned_us > 0
 
 
+@pytest.fixture(scope="module")
+def passing():
+    """A process that passes requests on; one that ended is started again."""
+    worker = client.RemoteWorker("a server", torch=False)
+    yield worker
+    worker.stop()
+
+
 @pytest.mark.parametrize(
     ("function", "arguments", "status", "is_kept"),
     [
@@ -365,14 +375,12 @@ def test_a_choice_that_is_lost_with_its_server_twice_is_a_crash(tested, tmp_path
     ],
 )
 def test_only_what_ends_at_a_healthy_server_is_said_of_the_kernel(
-    function, arguments, status, is_kept
+    passing, function, arguments, status, is_kept
 ):
-    worker = client.RemoteWorker("a server", torch=False)
-    worker.send(function, arguments, 60.0)
-    worker.linked = client.Linked("there:1", True, 0.0)
-    answer = worker.wait()
-    assert (answer.status, worker.linked is not None) == (status, is_kept)
-    worker.stop()
+    passing.send(function, arguments, 60.0)
+    passing.linked = client.Linked("there:1", True, 0.0)
+    answer = passing.wait()
+    assert (answer.status, passing.linked is not None) == (status, is_kept)
 
 
 @pytest.mark.nightly

@@ -1,12 +1,14 @@
 """The suites for CPUs, whose compilers are asked in turns."""
 
 import json
+import os
+import time
 
 import pytest
 import torch
 import tvm
 
-from tvm_fusion.bench.apart import INSTRUCTIONS, PROCESSORS
+from tvm_fusion.bench.apart import INSTRUCTIONS, PROCESSORS, Failed
 from tvm_fusion.errors import InputError, Unsupported
 from tvm_fusion.host.cores import physical_cores, usable_cores
 from tvm_fusion.kernels.cpu.machine import machine_of
@@ -17,6 +19,7 @@ from ..__main__ import main
 from ..peers.names import CPU_PEERS
 from ..peers.registry import outputs_of, peer
 from ..run import limited, run_suite
+from . import apart
 from .accuracy import reference, relative_error
 
 SMALL = 0.02
@@ -31,17 +34,59 @@ def test_our_kernels_keep_to_the_instructions_of_a_run(instructions):
         assert machine_of(hw).vector_bytes == 32
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory):
+class Here:
+    """Makes and times calls in this process, as `bench.apart.Process` does in another one."""
+
+    def __init__(self, make, threads, instructions=None):
+        self._make_call, self._asked, self._call = make, (), None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def begin(self, *arguments):
+        self._asked = arguments
+
+    def finish(self):
+        try:
+            self._call, told = self._make_call(*self._asked)
+        except Exception as error:
+            raise Failed(f"{type(error).__name__}: {error}") from error
+        return told
+
+    def make(self):
+        self.begin()
+        return self.finish()
+
+    def time(self, number, _limit):
+        began = time.perf_counter()
+        for _ in range(number):
+            self._call()
+        return (time.perf_counter() - began) / number
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(
+    scope="module",
+    params=[Here, pytest.param(apart.Process, marks=[pytest.mark.long, pytest.mark.nightly])],
+)
+def result(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("results") / "few.json"
-    names = ("argmax_1024x1000", "layers_64x784x256x10")
-    peers = ("torch", "torch.matmul")
-    returned = run_suite(names, peers, "llvm", out, scale=SMALL, repeats=3, threads=1)
+    names, peers = ("argmax_1024x1000", "layers_64x784x256x10"), ("torch", "torch.matmul")
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(torch.is_grad_enabled()):
+        patch.setattr(apart, "Process", request.param)
+        patch.setenv(apart.CALIBRATE, os.environ[apart.CALIBRATE])
+        returned = run_suite(names, peers, "llvm", out, scale=SMALL, repeats=3, threads=1)
+    torch.set_num_threads(threads)
     assert returned == json.loads(out.read_text())
     return returned
 
 
-@pytest.mark.long
 def test_rows_have_medians_quartiles_errors_and_the_ratio_to_the_best_peer(result):
     for row in result["rows"]:
         assert row["failures"].keys() == {"torch.matmul"}  # no product alone
@@ -90,7 +135,7 @@ def test_every_workload_for_a_cpu_is_its_own_reference_up_to_rounding(name):
     assert relative_error(given, wanted) < 1e-5
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", workloads.SUITES["cpu"][::4])
 def test_programs_for_a_cpu_compile_and_are_right(name):
     (row,) = run_suite([name], [], "llvm", scale=SMALL, repeats=1, budget_s=0.01)["rows"]
