@@ -43,6 +43,7 @@ def test_a_tutorial_explains_before_it_computes_and_holds_what_it_says(text):
 
 
 # The text has the notebook's cells: run as a program it needs no kernel, whose start takes seconds.
+@pytest.mark.one_in(4)
 @pytest.mark.long
 @tutorials
 def test_a_tutorial_runs(text, monkeypatch):

@@ -57,6 +57,7 @@ def test_the_suites_are_no_part_of_the_help(capsys):
     assert "suite" not in capsys.readouterr().out
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("no_torch")
 @pytest.mark.parametrize("arguments", [[], ["memory", "--target", "cuda"]])
 def test_the_old_module_names_the_new_command(arguments):

@@ -46,6 +46,7 @@ def tenth() -> list[str]:
     return [name for half in halves for _, name in half[1::5]]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", tenth())
 def test_a_tenth_of_the_plans_and_kernels_are_as_they_were(name):
     here, case = golden.versions(), cases()[name]
@@ -137,6 +138,8 @@ def test_cases_that_need_another_version_of_a_tool_are_left_out_and_updated_with
         run(tmp_path, *only, "--update")
 
 
+# Always: `test_plan_bytes`, with other hash seeds.
+@pytest.mark.nightly
 def test_neither_hash_seed_nor_threads_nor_the_case_before_change_digests():
     env = {**os.environ, "PYTHONHASHSEED": "7", "TVM_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.benchmarks.golden", "--only", "weights/int4"]

@@ -108,6 +108,7 @@ def test_a_module_without_a_source_is_checked_as_a_whole():
     assert beside.source_error < 1e-5
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("mutation", "seed"), [("short loop", 1), ("dropped store", 0)])
 def test_a_wrong_kernel_gives_way(mutation, seed, caplog):
     x = torch.randn(33, 133, generator=torch.Generator().manual_seed(2)) * 9
@@ -169,6 +170,7 @@ def with_caches(count: int) -> tuple[torch.Tensor, ...]:
     return X.clone(), torch.tensor(2), *(torch.randn(16, 48, generator=made) for _ in range(count))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("through_torch_compile", [False, True])
 def test_what_writes_into_caches_is_checked_once(through_torch_compile):
     found = set()
@@ -193,6 +195,7 @@ def test_what_writes_into_caches_is_checked_once(through_torch_compile):
     assert min(found) > 2
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_write_into_a_cache_is_found(wrong, monkeypatch, caplog):
     model = planned_function(Cached(1), "llvm", example_inputs=with_caches(1))

@@ -36,6 +36,7 @@ NAMED = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("target", "name", "seed"), NAMED)
 def test_a_program_for_narrow_vectors_is_right(target, name, seed):
     assert_right(name, seed, target)

@@ -362,6 +362,7 @@ def unlimited():
     return Budget(1e9, clock=lambda: 0.0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "kind", [{}, {"heavy": True}, {"drift": 0.001}], ids=["normal", "outliers", "drift"]
 )
@@ -687,6 +688,7 @@ def test_a_budget_that_ends_while_the_module_is_slower_leaves_it_unfused(monkeyp
     assert not made.planned.plan.opened
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("factor", "opened"), [(1.01, True), (1e6, False)])
 @pytest.mark.parametrize("seconds", [0.0, 1e6], ids=["no look", "no clear difference"])
 def test_without_a_verdict_the_interval_of_the_model_decides(
@@ -782,6 +784,7 @@ def test_what_is_in_doubt_is_measured_and_kept_where_it_is_faster(cache):
     assert again.plan == compiled.plan
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("target", "verify", "changes", "budget_s"),
     [

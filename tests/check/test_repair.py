@@ -46,6 +46,7 @@ def assert_right(compiled, model, dtype=torch.float32):
     np.testing.assert_allclose(compiled(x).double(), exact.double(), rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("model", "dtype"), [(Sum(), torch.float32), (ScaledSum(), torch.int32)])
 def test_a_sum_without_its_last_terms_is_never_returned(model, dtype):
     x = numbers(dtype)
@@ -143,6 +144,7 @@ def test_under_torch_compile_the_graph_runs_in_torch_with_one_warning(always_wro
 # ---- the order -----------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("wrong", [0, 1, 2, 3])
 def test_as_little_as_need_be_gives_way(monkeypatch, wrong):
     """The first `wrong` modules are wrong as a whole, and no group by itself."""

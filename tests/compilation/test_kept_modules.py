@@ -75,6 +75,7 @@ def check(module, model, calls=1):
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("counts", [False, True])
 def test_a_second_compile_reads_the_first_and_computes_its_own_weights(
     counts, planned, tmp_path, capfd
@@ -125,6 +126,7 @@ def test_what_is_asked_for_otherwise_is_compiled(planned):
     assert len(planned) == 5
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("variable", [ahead.VARIABLE, "TVM_CUDA_NVCC_NO_FAST_MATH"])
 def test_what_the_environment_says_of_kernels_is_heeded(variable, planned, monkeypatch):
     model = Model(0)

@@ -81,6 +81,7 @@ def _check(module: str, place: str, target: str) -> None:
         assert count <= outcome.stock.get(name, count), outcome
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(("module", "place", "target"), USUAL_CELLS)
 def test_fuse_works_at_a_place(module, place, target, no_nvcc):
     _check(module, place, target)
@@ -337,6 +338,7 @@ def test_operators_of_each_virtual_device_are_planned_for_it(no_nvcc):
     tvm.compile(fused, CUDA_TARGET)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("target", [LLVM_TARGET, CUDA_TARGET], ids=["llvm", "cuda"])
 @pytest.mark.parametrize("by", ["string", "pipeline", "s_tir", "relax.build"])
 def test_no_second_argument_is_needed(by, target, no_nvcc):
@@ -511,6 +513,7 @@ ASKED = {  # classes that the plans of two modules ask this
 }
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("method", ASKED)
 @pytest.mark.parametrize("name", _class_names("h200"))
 def test_a_class_that_fails_is_refused_with_its_reason(name, method, monkeypatch, caplog):

@@ -27,6 +27,7 @@ def last(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(memory_format=FORMATS[tensor.ndim]) if has_format else tensor
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "formats", "stay"),
     [
@@ -92,6 +93,7 @@ def test_formats_of_another_number_of_tensors_do_not_fit():
     assert not MemoryFormats((False,), (False,)).fits(mod)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("takes", [True, False])
 def test_the_backend_keeps_formats_where_convolutions_have_channels_last(takes, monkeypatch):
     made, compile_ = [], compiler.compile

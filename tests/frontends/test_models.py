@@ -30,6 +30,7 @@ def check(compiled, case, most, least):
         np.testing.assert_allclose(x, want, atol=1e-4 * np.abs(want).max(), rtol=0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("build", "most", "least", "verify"), TORCH)
 def test_a_model_of_transformers(build, most, least, verify):
     case = build()
@@ -38,6 +39,8 @@ def test_a_model_of_transformers(build, most, least, verify):
     check(compiled, case, most, least)
 
 
+# Always: `test_onnx`, its operators and another squeezenet.
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "most", "least"), ONNX)
 def test_a_model_of_onnx(name, most, least):
     case = models.onnx_light_random(name)

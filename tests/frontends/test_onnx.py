@@ -133,6 +133,7 @@ def test_the_given_model_is_left_as_it_is():
     assert model.SerializeToString() == before
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ONNX_LIGHT)
 def test_a_light_model_is_imported_with_its_weights_as_constants(name):
     case = onnx_light(name)

@@ -27,6 +27,7 @@ def _seed():
 # ---- real models ----
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", [tiny_llama, tiny_bert])
 def test_a_model_of_transformers_gives_what_pytorch_gives(case):
     case = case()

@@ -8,6 +8,7 @@ from tests.support.frontend_tools import check
 _aten = torch.ops.aten
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("x", "weight", "how"),
     [  # stride, padding, dilation, transposed, output padding, groups

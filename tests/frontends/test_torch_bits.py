@@ -26,6 +26,7 @@ def edges(dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(numbers, dtype=dtype)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_bits_of_computed_numbers_and_numbers_of_computed_bits(dtype):
     integer = INTEGERS[dtype.itemsize]
@@ -47,6 +48,7 @@ def test_bits_of_computed_numbers_and_numbers_of_computed_bits(dtype):
         )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_all_halves_have_their_bits(dtype):
     bits = torch.arange(-(2**15), 2**15).to(torch.int16)

@@ -9,6 +9,7 @@ X = torch.linspace(-2, 3, 24)[torch.randperm(24, generator=torch.Generator().man
 EDGES = torch.tensor([-1.0, 0.0, 0.125, 2.0])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("density", [False, True])
 def test_values_are_counted_between_edges(density):
     def function(x, edges, weight):

@@ -147,6 +147,7 @@ def test_an_index_is_what_it_is_to_torch(compiled, number):
             torch.testing.assert_close(compiled(*given(number, index))[number], expected)
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)
 def test_checks_before_a_call_raise_where_torch_does(checks, number):
     function, wrong = function_and_wrong(number)

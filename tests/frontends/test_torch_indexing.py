@@ -14,6 +14,7 @@ X = torch.randn(3, 5, 4, 6, generator=torch.Generator().manual_seed(0))
 ROWS, PLACES = torch.tensor([[0, -1], [2, -3]]), torch.tensor([-4, 1])
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "function",
     [
@@ -59,6 +60,7 @@ IMAGE = torch.randn(2, 3, 7, 9, generator=torch.Generator().manual_seed(1))
 GRID = torch.rand(2, 4, 5, 2, generator=torch.Generator().manual_seed(2)) * 2.2 - 1.1
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "function",
     [
@@ -89,6 +91,7 @@ def test_images_are_those_of_torch(function):
 NAN = torch.tensor([[1.0, float("nan"), -3.0], [float("inf"), -0.5, 2.0]])
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     "function",
     [

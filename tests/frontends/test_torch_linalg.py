@@ -46,6 +46,7 @@ def test_reflections_and_rotations():
     check(function, A, POSITIVE)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [1, 7])
 def test_factors_of_indefinite_matrices_have_lapacks_pivots(size):
     symmetric = torch.randn(3, size, size, dtype=torch.float64)
@@ -85,6 +86,7 @@ def test_eigenvalues_of_any_real_matrix():
     check(torch.linalg.eig, torch.zeros(0, 0))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "function",
     [

@@ -20,6 +20,7 @@ class Twice(nn.Module):
         return x * 2 + 1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", MARKED)
 def test_they_are_written_out(case):
     plain, marked = MARKED[case]
@@ -56,6 +57,7 @@ def test_written_ones_have_the_new_values():
         torch.testing.assert_close(x.resolve_neg(), wanted)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", MARKED)
 def test_they_run_in_eager_mode_through_torch_compile(case):
     plain, marked = MARKED[case]

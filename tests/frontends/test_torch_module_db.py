@@ -29,7 +29,7 @@ def samples_of(info):
         yield layer, tuple(bound.arguments.values())
 
 
-@pytest.mark.one_in(20)
+@pytest.mark.one_in(120)
 @pytest.mark.parametrize("info", module_db, ids=lambda info: info.name)
 def test_layers_are_right(info):
     compared = 0

@@ -34,6 +34,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CASES)
 def test_special_values(name):
     function, numbers = CASES[name]
@@ -42,6 +43,7 @@ def test_special_values(name):
     torch.testing.assert_close(compiled(x), function(x), equal_nan=True)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "function",
     [

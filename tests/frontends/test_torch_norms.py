@@ -28,6 +28,7 @@ NORMS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("norm", "vectors"), NORMS.values(), ids=NORMS)
 def test_a_norm_reads_the_parameters_that_it_has(norm, vectors):
     x = torch.randn(6, 8, 24, generator=torch.Generator().manual_seed(2))
@@ -38,6 +39,7 @@ def test_a_norm_reads_the_parameters_that_it_has(norm, vectors):
     torch.testing.assert_close(tvm_fusion.compile(program, "llvm")(x), norm(x))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_layer_norm_of_halves_takes_parameters_in_float32(dtype):
     x = torch.randn(6, 24, generator=torch.Generator().manual_seed(2)).to(dtype)

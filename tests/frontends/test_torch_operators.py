@@ -33,6 +33,7 @@ def test_half_products_are_accumulated_in_float32_and_rounded_once():
     assert 'out_dtype="float32"' in mod.script()
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "function",
     [
@@ -61,6 +62,7 @@ def test_integers_are_promoted_as_pytorch_does(function):
     check(function, torch.arange(-3, 4))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "function",
     [
@@ -106,7 +108,7 @@ def test_convolutions_have_the_type_of_their_input(module, shape, dtype):
     check(module().to(dtype), torch.randn(shape).to(dtype))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shape", [(2, 8, 3, 5), (2, 8, 6)])
@@ -155,6 +157,7 @@ def test_cross_entropy(loss, shape):
     check(loss(), torch.randn(shape), torch.randint(0, 8, (shape[0], *shape[2:])))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("module", "shape"),
     [
@@ -174,6 +177,7 @@ def test_common_layers(module, shape):
     check(module(), torch.randn(shape))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("shapes", "dim"), [(((5, 7), (5, 7)), -1), (((3, 1, 6), (4, 6)), 2), (((3, 1), (3, 5)), 1)]
@@ -199,6 +203,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 3.0, -4.0, 1e-30, -1e30)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_hypotenuses_neither_overflow_nor_vanish(dtype):
     largest = torch.finfo(dtype).max / 4
@@ -208,6 +213,7 @@ def test_hypotenuses_neither_overflow_nor_vanish(dtype):
     check(lambda *given: list(map(torch.hypot, given[::2], given[1::2])), *itertools.chain(*pairs))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int32])
 def test_signs_are_copied_from_zeros_too(dtype):
     def signs(x, y):
@@ -228,6 +234,7 @@ def test_signs_and_hypotenuses_of_infinities_and_nan():
 GRID = tuple(torch.meshgrid(torch.tensor(SPECIAL), torch.tensor(SPECIAL), indexing="ij"))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int8, torch.int32, torch.uint8, torch.bool])
 def test_products_along_an_axis(dtype):
     x = (torch.rand(5, 7, 3) * 3).to(dtype)
@@ -235,6 +242,7 @@ def test_products_along_an_axis(dtype):
     check(lambda x: x.prod(0, dtype=torch.float32), x)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32])
 def test_the_product_of_a_number_along_its_axis_is_itself(dtype):
     x = torch.tensor(3).to(dtype)
@@ -255,7 +263,7 @@ def compiled(function, *inputs):
     return torch.utils._pytree.tree_leaves(results)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int8, torch.int64, torch.uint8, torch.bool])
 @pytest.mark.parametrize("extremum", [torch.max, torch.min])
 def test_of_equal_extrema_along_an_axis_the_first_is_found(extremum, dtype):
@@ -271,6 +279,7 @@ def test_of_equal_extrema_along_an_axis_the_first_is_found(extremum, dtype):
         assert torch.equal(torch.as_tensor(given), right)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("extremum", [torch.max, torch.min])
 def test_extrema_of_infinities_are_they_and_have_a_place(extremum):
     x = torch.tensor([[math.inf] * 3, [-math.inf] * 3, [-math.inf, 1.0, math.inf]])
@@ -280,6 +289,7 @@ def test_extrema_of_infinities_are_they_and_have_a_place(extremum):
             assert torch.equal(torch.as_tensor(one), right)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
 @pytest.mark.parametrize("turn", [lambda x: x, lambda x: x.transpose(0, 2), lambda x: x[0, 0, 0]])
 def test_indices_are_filled_in_turned_tensors_too(turn, dtype):
@@ -292,7 +302,7 @@ def test_indices_are_filled_in_turned_tensors_too(turn, dtype):
         check(lambda x: turn(x).index_fill(0, index, 1), x)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("order", [1, 2, 3.0, math.inf])
 @pytest.mark.parametrize("axis", [-1, (-2, 2), 0])
 def test_norms_over_axes_of_one_element_have_no_such_axis(order, axis):
@@ -309,7 +319,7 @@ def test_norms_over_axes_of_one_element_have_no_such_axis(order, axis):
 W = torch.tensor([0.25])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 5, 7)])
 def test_prelu_has_the_shape_of_its_input(dtype, shape):
@@ -322,6 +332,7 @@ def test_prelu_has_the_shape_of_its_input(dtype, shape):
 NEAREST = functools.partial(F.interpolate, scale_factor=41.0, mode="nearest")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("function", "x"),
     [

@@ -33,6 +33,7 @@ def is_loop(func):
     return isinstance(func, tirx.PrimFunc) and len(func.params) == 7
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_layers_directions_and_states(kind):
     states = [torch.randn(4, 3, 7) for _ in range(2 if kind is nn.LSTM else 1)]

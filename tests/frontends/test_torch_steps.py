@@ -83,6 +83,7 @@ def counted(x, count):
     return while_loop(lambda i, x: i < count, step, (torch.zeros((), dtype=torch.int64), x))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("steps", [1, 7, 256])
 def test_a_scan_is_one_loop_however_long_it_is(steps):
     mod = check(Cell(5, 7), *cell_inputs(steps))
@@ -154,6 +155,7 @@ def test_sizes_may_be_symbolic():
     assert_close(run_unfused(mod, *map(array_of, x)), [array_of(y) for y in wanted])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_numbers_decide_how_often_a_loop_goes_round(count):
     mod = check(counted, torch.randn(4), torch.tensor(count))
@@ -239,6 +241,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("case", CASES)
 def test_a_loop_is_a_kernel_of_one_block_on_a_gpu(case):
     model, x = CASES[case]()
@@ -255,6 +258,7 @@ def test_long_sums_of_few_are_added_by_warps():
     assert text.count("__shfl_down_sync(") >= 3 * 5  # a mean, a variance and a sum
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", ["cell", "newton"])
 def test_a_loop_compiles_for_a_gpu(case, nvcc):
     model, x = CASES[case]()

@@ -45,6 +45,7 @@ def assigned(x, places, values):
     return x
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("function", "values", "index"),
     [
@@ -80,6 +81,7 @@ COUNTED = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("distinct", "function"), COUNTED)
 def test_places_that_are_counted_do_not_meet(distinct, function):
     inputs = (torch.randn(X), torch.randn(4, 3, 6), torch.tensor([2]))
@@ -384,6 +386,7 @@ def written_of_cut_out(cut):
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cut", CUT_OUT.values(), ids=CUT_OUT)
 def test_values_are_read_where_they_were_cut_out_of(cut):
     model, (x, w, cache, positions) = written_of_cut_out(cut)

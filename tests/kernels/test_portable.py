@@ -17,6 +17,7 @@ def pool():
         yield made
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", BLACKWELL)
 @pytest.mark.parametrize(("case", "family"), [("product", "gemm"), ("attention", "attention")])
 def test_blackwell_has_tensor_cores_by_mma_sync(arch, case, family):
@@ -33,6 +34,7 @@ def test_hopper_with_its_own_features_is_told_apart():
     assert not any(OF_ONE_ALONE.search(text) for text in found.values())
 
 
+@pytest.mark.one_in(2)
 @needs_nvcc
 @pytest.mark.parametrize(
     ("case", "arch"),

@@ -2,6 +2,8 @@
 of one core.
 """
 
+import pytest
+
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.demo import demo_module
 from tvm_fusion.flow.planned import Planned
@@ -13,6 +15,8 @@ ASKED, COSTED = 17_000, 3_700  # groups
 CALLS = 5_000_000  # while kernels are written
 
 
+# Always: `test_plan_speed`, and `test_writing_steps` of kernels.
+@pytest.mark.nightly
 def test_the_demo_block_is_planned_and_written_in_so_many_steps(monkeypatch):
     target, hw = resolve_target("nvidia_h200")
     mod = demo_module("cuda")

@@ -76,6 +76,7 @@ def test_pairs_that_meet_in_an_output_stay_apart_from_others():
 # ---- low-rank updates
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [16, 4096])
 def test_q_k_v_with_low_rank_updates_are_at_most_three_launches(rows, dtype):
@@ -101,6 +102,7 @@ def test_three_second_halves_with_residuals_are_one_launch(dtype):
 # ---- experts
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("emit", [graphs.mixture, graphs.mixture_one_by_one])
 def test_experts_of_few_tokens_are_a_launch_for_gate_and_up_and_one_for_down(emit, dtype):
@@ -112,6 +114,7 @@ def test_experts_of_few_tokens_are_a_launch_for_gate_and_up_and_one_for_down(emi
     assert gains(planned)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("emit", [graphs.mixture, graphs.mixture_one_by_one])
 def test_experts_of_many_tokens_are_as_few_launches_as_the_predicted_time_says(emit, dtype):
@@ -207,6 +210,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("what", WHOLE)
 def test_the_launches_of_a_plan_compute_what_the_graph_says(what):
     emit, reference, shapes, launches = WHOLE[what]

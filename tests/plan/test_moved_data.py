@@ -40,6 +40,7 @@ def launches(emit, device, data=DATA, weights=WEIGHTS, dtype=HALF) -> list[str]:
     return [group.kernel_class for group in plan_of(mod, device).plan.groups]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("device", ["h200", "a100", "llvm"])
 @pytest.mark.parametrize(
     "emit",

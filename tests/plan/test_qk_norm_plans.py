@@ -78,12 +78,14 @@ def launches(norm, rotary, rows=2048):
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("norm", NORMS)
 def test_without_rotary_embeddings_each_norm_is_one_launch(norm):
     found = launches(norm, False)
     assert [name for name, _ in found] == ["gemm", "row", "row", "attention", "gemm"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("norm", NORMS)
 def test_with_rotary_embeddings_both_norms_are_finished_in_the_launch_that_rotates(norm):
     """The statistics of Q and of K are a row launch each; a rotated element is of two columns of a

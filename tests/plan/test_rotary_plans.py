@@ -23,12 +23,14 @@ def planned(case, device="nvidia_h200", **more):
     return plan_of(module(case.emit, *case.inputs), device, **more)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_products_with_embeddings_are_one_launch(way):
     case = rotary_case(way, 128, (8, 2), (2,), rows=(2, 1024), k=1024)
     assert planned(case).launches == 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("device", ["nvidia_h200", "nvidia_a100"])
 @pytest.mark.parametrize("rows", [(1, 1), (8, 1), (1, 1024)], ids=str)
 def test_at_any_number_of_rows(rows, device):

@@ -58,6 +58,7 @@ def run(mod: tvm.IRModule, x: np.ndarray) -> np.ndarray:
     return machine["main"](tvm.runtime.tensor(x)).numpy()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("decompose", [False, True], ids=["composite", "decomposed"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_tiny_block_agrees_with_numpy(dtype: str, decompose: bool):

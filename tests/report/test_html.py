@@ -81,6 +81,7 @@ def opened(window) -> Iterator[Callable[..., Any]]:
     assert complaints == []
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["10", "600", "600 apart"])
 def test_a_page_is_there_within_a_second(opened, window, files, name):
     """In time of its thread, which a busy machine does not lengthen, file to figures."""
@@ -98,6 +99,7 @@ def test_a_page_is_there_within_a_second(opened, window, files, name):
     assert 0 < used["ScriptDuration"] <= used["TaskDuration"] < OPENS_WITHIN_S
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["10", "600"])
 def test_a_page_fits_its_window_in_both_schemes(opened, files, tmp_path, name, width):
@@ -229,6 +231,7 @@ def flops_text(count: float) -> str:
     return format_bytes(count).replace("kB", "kFLOP").replace("B", "FLOP", 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["10", "600"])
 def test_ten_groups_say_what_the_json_says(opened, files, reports, name):
     page, report = opened(files[name]), reports[name]

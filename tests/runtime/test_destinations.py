@@ -45,6 +45,7 @@ FUNCTIONS = {  # and which outputs are given
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_outputs_lie_in_memory_of_torch(name):
     function, given = FUNCTIONS[name]
@@ -85,6 +86,7 @@ SYMBOLIC = {  # and whether one kernel is all
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SYMBOLIC)
 def test_sizes_that_a_call_tells_have_destinations_too(name, monkeypatch):
     function, is_kernel = SYMBOLIC[name]

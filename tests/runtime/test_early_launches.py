@@ -148,6 +148,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_touches_nothing_but_weights_before_it_waits(name, monkeypatch):
     monkeypatch.setenv(VARIABLE, "1")
@@ -216,6 +217,7 @@ def launches_of(model, inputs, monkeypatch, asked="1"):
     return early
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("given", [False, True], ids=["weights", "input"])
 def test_the_first_launch_is_late_and_what_reads_ahead_of_no_weight(given, monkeypatch):
     inputs = torch.zeros(1, 2048).half(), torch.zeros(512, 2048).half()

@@ -89,6 +89,7 @@ def facts(result):
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", [64, tirx.Var("n", "int64")], ids=["64", "n"])
 def test_the_second_build_writes_nothing_and_is_the_same(written, rows):
     mod = module(rows)

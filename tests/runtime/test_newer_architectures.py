@@ -71,6 +71,7 @@ def test_only_an_old_compiler_is_warned_of_and_once(knows, monkeypatch, caplog, 
     assert f"does not know {arch}: kernels are PTX for sm_90" in record.message
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("mode", ["nvcc", "nvrtc"])
 def test_ptx_comes_with_registers_and_becomes_a_module(monkeypatch, mode):

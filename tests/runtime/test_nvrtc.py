@@ -48,6 +48,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_of_nvrtc_have_names_and_resources(name):
     source = cuda_source(KERNELS[name]())

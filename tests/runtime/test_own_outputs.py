@@ -39,6 +39,7 @@ def lent(array):
 WEIGHT = np.arange(7, dtype=F32)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("emit", "own"),
     [

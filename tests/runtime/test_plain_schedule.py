@@ -119,6 +119,7 @@ def test_a_loop_that_reads_what_it_wrote_before_stays_in_a_thread():
     np.testing.assert_allclose(y[1:], x.cumsum(0), rtol=1e-6)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("step", "length", "pitch", "how"),
     [

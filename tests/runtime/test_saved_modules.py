@@ -81,6 +81,7 @@ def test_processes_that_lack_this_package_run_cpu_kernels_right_or_name_the_impo
     assert on_gpu.endswith("(import tvm_fusion before building this module)")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("module", ["block", "rows"])
 def test_what_stands_around_kernels_comes_off_again(module):
     target, hw = resolve_target("h200")
@@ -94,7 +95,7 @@ def test_what_stands_around_kernels_comes_off_again(module):
         tvm.ir.assert_structural_equal(without_root(rooted[gvar]), bare[gvar])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("module", tuple(cases(LLVM)))
 def test_a_fused_module_reads_back_from_its_script(module):
     mod = fused(module, "llvm")

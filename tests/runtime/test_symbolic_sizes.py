@@ -81,6 +81,7 @@ def test_multiples_of_a_size_are_taken_and_others_are_refused():
             module(torch.randn(rows, 4))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("weight", [False, True])
 def test_norms_over_columns_of_any_number(weight):
     class Norm(torch.nn.Module):
@@ -97,6 +98,7 @@ def test_norms_over_columns_of_any_number(weight):
         torch.testing.assert_close(module(*given), Norm()(*given))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [torch.as_tensor, np.asarray])
 def test_no_elements_along_a_symbolic_axis(kind):
     shapes = ({0: Dim("rows"), 1: Dim("columns")},)
@@ -112,6 +114,7 @@ def test_no_elements_along_a_symbolic_axis(kind):
             torch.testing.assert_close(torch.as_tensor(module(kind(x))), torch.softmax(x, -1))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("queries", "heads", "dtype"),
     [(1, 2, torch.float32), (3, 1, torch.float16), (40, 2, torch.float16)],

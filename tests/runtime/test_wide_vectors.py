@@ -29,6 +29,7 @@ def gather(dtype):
     return sch.mod["main"].with_attr("tirx.is_scheduled", True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("dtype", "made"), [("int32", "make_longlong4("), ("float16", "make_uint4(")]
 )

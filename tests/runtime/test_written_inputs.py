@@ -76,6 +76,7 @@ KINDS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_reaches_the_caller(kind):
     check_counter(CompiledModule.of(build(counter(), LLVM)), *KINDS[kind])

@@ -185,7 +185,7 @@ PARTS = [10, 11, 1]  # cut behind each product that is summed up
 
 
 @pytest.mark.long
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     ("make", "processes", "launches", "collectives"),
     [
@@ -258,6 +258,7 @@ def one_of():
     distributed.destroy_process_group()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("make", "processes", "rows"),
     [(Attention, 4, "out"), (Gated, 4, "down"), (Gated, 8, "down")],

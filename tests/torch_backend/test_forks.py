@@ -33,7 +33,8 @@ def mlp():
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256)).eval()
 
 
-@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("seen", [False, True])
 def test_workers_of_a_loader_call_and_compile(seen):
     model, x = mlp(), torch.randn(4, 128, 64)
     run = torch.compile(model, backend="tvm_fusion", options={"verify": False})
@@ -79,7 +80,8 @@ ALONE = """if True:
 """
 
 
-@pytest.mark.parametrize("without", [False, True])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("without", [True, False])
 def test_a_child_runs_kernels_in_its_own_thread_and_ends(without):
     run = subprocess.Popen(
         [sys.executable, "-c", ALONE.format(without=without)],

@@ -50,6 +50,7 @@ def encoder(norm_first=False, activation="relu", width=16):
     return layer.eval()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("norm_first", "activation"), [(False, "relu"), (True, "gelu")])
 def test_encoders_in_evaluation_mode_are_compiled_whole(norm_first, activation, modules):
     model = nn.TransformerEncoder(
@@ -59,12 +60,14 @@ def test_encoders_in_evaluation_mode_are_compiled_whole(norm_first, activation, 
     assert len(modules) == 1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 def test_masks_of_encoders_hide_what_they_hide_in_eager_mode(masks):
     model = encoder()
     check(lambda x: model(x, **masks), torch.randn(3, 7, 16))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("options", "read"),
     [
@@ -97,6 +100,7 @@ SCORES = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", SCORES)
 def test_functions_of_scores_are_compiled(name, modules):
     check(lambda q, k, v: flex_attention(q, k, v, score_mod=SCORES[name]), *qkv())
@@ -113,6 +117,7 @@ MASK_FUNCTIONS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "changed"),
     [
@@ -144,6 +149,7 @@ def test_a_mask_that_is_made_within_the_graph_is_compiled():
     torch.testing.assert_close(run(*inputs), function(*inputs), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.float64, 1e-10), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)]
 )
@@ -178,6 +184,7 @@ def test_results_of_flex_attention_lie_as_the_queries_do():
     assert run(x)[0].stride() == function(x)[0].stride()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("score", [None, "alibi"])
 def test_flex_attention_of_symbolic_lengths_is_compiled(score):
     score = None if score is None else SCORES[score]

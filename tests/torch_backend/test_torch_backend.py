@@ -310,6 +310,7 @@ def test_what_cannot_be_compiled_runs_in_torch_between_parts_and_is_named(
     assert len(modules) == parts
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "function",
     [
@@ -346,6 +347,7 @@ def step_inputs(position):
     return cache, torch.tensor([position]), torch.randn(2, 1, 16), torch.randn(2, 1, 16)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("function", "view", "writes"),
     [
@@ -545,6 +547,7 @@ class Recurrent(nn.Module):
         return self.head(y[:, -1]), state
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_are_compiled_whole_where_dynamo_takes_them(kind, modules):
     model, x = Recurrent(kind).eval(), torch.randn(2, 300, 4)
@@ -888,6 +891,7 @@ def loss(weight, x):
     return torch.tanh(nn.functional.linear(x, weight)).square().sum()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "function",
     [

@@ -29,7 +29,7 @@ def mirrored(value, dtype):
     return -value if dtype == "float32" else np.iinfo(dtype).max
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("dtype", WORST)
 @pytest.mark.parametrize("name", ["argmax", "argmin"])

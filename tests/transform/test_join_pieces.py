@@ -135,6 +135,7 @@ def drawn(inputs):
     return [rng.uniform(-0.5, 0.5, shape).astype(dtype) for shape, dtype in inputs]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("what", JOINED)
 def test_pieces_of_one_tensor_are_computed_together(what):
     emit, inputs, names = JOINED[what]
@@ -303,6 +304,7 @@ def test_the_part_of_an_element_is_searched():
     assert depth(values[0]) < 15
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_many_tensors_are_concatenated(axis):
     sizes = [1 + i % 3 for i in range(N)]
@@ -335,6 +337,7 @@ REPEATED = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("what", REPEATED)
 def test_what_is_repeated_is_there_as_often(what):
     shape, function = REPEATED[what]

@@ -337,6 +337,7 @@ X, SQUARE = half(BATCH, LENGTH, HEADS * WIDTH), half(HEADS * WIDTH, HEADS * WIDT
 NARROW, ANGLES = half(HEADS * WIDTH, 2 * WIDTH), half(1, 1, LENGTH, WIDTH)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("apply", "inputs"),
     [

@@ -86,6 +86,7 @@ def planned(mod, hw=H200, rewrites=("partial_columns",)):
 # ---- what is split
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("emit", "types", "expected"),
     [
@@ -181,6 +182,7 @@ def normalized_by_hand(h):
     return (centered / np.sqrt(variance + 1e-5)).reshape(h.shape)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mean", [0.0, 30.0])
 def test_a_norm_needs_no_shift_beside_what_halves_lose(mean):
     """With means of 30 deviations; the sums are of h, and no shift is made of it."""
@@ -250,6 +252,7 @@ def test_a_depthwise_convolution_sums_nothing():
     assert PartialColumns(H200)(mod).same_as(mod)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("emit", "types", "reference"),
     [

@@ -308,6 +308,7 @@ def clamped(bb, x, w, r):
     return bb.emit(op.minimum(h, limit))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", ["hopper", "mma"])
 def test_whether_any_element_is_infinite_is_found_where_a_product_computes_it(form):
     types = inputs(72, 256, 192)

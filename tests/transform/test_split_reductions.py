@@ -274,6 +274,7 @@ def kernels(mod: tvm.IRModule) -> list[str]:
     return [g.kernel_class for g in plan_of(mod).plan.groups if g.kernel_class != "view"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("given", [True, False])
 def test_layer_norm_backward_is_one_mixed_kernel_and_the_finishing_sums(given):
     mod = module(layer_norm_backward(), *layer_norm_inputs(8192, 4096, "float16", given))
@@ -308,6 +309,7 @@ def three_softmaxes(bb, x):
     return x
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("emit", "shape", "parameters", "expected"),
     [
@@ -384,6 +386,7 @@ def test_only_what_comes_back_to_its_points_counts_as_dependent():
     assert (sums(True), sums(False)) == (1, 2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("shape", "axis", "expected"),
     [

@@ -58,6 +58,7 @@ def test_the_order_is_found():
     np.testing.assert_array_equal(found, np.sort(x.astype("float32"), -1))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["both", "values", "indices"])
 def test_the_largest_are_found(kind):
     compiled = tvm_fusion.compile(
@@ -100,6 +101,7 @@ def test_a_second_run_changes_nothing():
     tvm.ir.assert_structural_equal(WidenSorts()(once), once)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "bool"])
 def test_integers_of_8_bits_are_sorted(dtype):
     """TVM's runtime refuses them."""

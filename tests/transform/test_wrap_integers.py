@@ -20,6 +20,7 @@ H200 = load_profile("nvidia_h200")
 SUMS = {"add": np.add, "subtract": np.subtract, "multiply": np.multiply}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
 @pytest.mark.parametrize("name", SUMS)
 def test_what_goes_on_as_a_float_is_wrapped_first(name, dtype):

@@ -27,6 +27,7 @@ def command(lane):
     return of
 
 
+@pytest.mark.nightly
 @pytest.mark.long
 @pytest.mark.parametrize(
     "kinds",

@@ -115,6 +115,8 @@ def test_another_policy_is_another_workload(tuned):
     assert not planned.tuned.stale
 
 
+# Always: `test_command`, and the folder by `test_database` and `test_database_foreign`.
+@pytest.mark.nightly
 @pytest.mark.long
 def test_the_command_line_tunes_and_looks_after_its_folder(tuned, tmp_path, capsys):
     folder = shutil.copytree(tuned[0], tmp_path / "tuned")  # which gets another trial

@@ -147,6 +147,8 @@ def test_a_configuration_is_an_annotation_that_is_sampled():
 # ---- sessions
 
 
+# Always: `test_session` goes on with what was measured.
+@pytest.mark.nightly
 @pytest.mark.long
 @pytest.mark.usefixtures("tested")
 def test_a_session_is_resumed_in_the_middle_of_an_evolution():

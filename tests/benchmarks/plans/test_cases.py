@@ -87,6 +87,7 @@ def test_a_chain_with_few_live_values_stays_one_kernel(planned):
 # ---- code
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["code_chain", "code_dag"])
 def test_four_hundred_special_functions_are_not_put_in_one_kernel(planned, name):
     chosen = planned(name)

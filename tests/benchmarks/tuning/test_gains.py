@@ -21,6 +21,8 @@ def result(tmp_path_factory):
     return status, json.loads(out.read_text())
 
 
+# Always: `tuning/test_run`, and summaries of rows.
+@pytest.mark.nightly
 @pytest.mark.long
 def test_a_row_has_its_trials_and_both_times(result):
     status, found = result
@@ -34,6 +36,7 @@ def test_a_row_has_its_trials_and_both_times(result):
     assert row["tuned_error"] < 1e-4
 
 
+@pytest.mark.nightly
 def test_the_summary_is_that_of_the_rows(result):
     _, found = result
     (row,) = found["rows"]

@@ -108,6 +108,8 @@ def softmax_module():
     return load((instance.module, instance.inputs))
 
 
+# Always: a session that is late.
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_torch")
 def test_no_batch_begins_after_the_time_limit(tmp_path):
     target, _ = resolve_target("llvm")

@@ -104,6 +104,7 @@ def values(mod):
     ]
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("noisy", [False, True], ids=["exact", "disturbed"])
 def test_it_gives_the_numbers_of_the_compiled_reference(case, noisy):
@@ -268,6 +269,7 @@ def row_write(adds=False, wraps=True, values=(4, 3)):
     return Write((6, 3), F32, (((4,), "int64"), None), values, adds, wraps=wraps)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("in_place", [False, True], ids=["copy", "in place"])
 @pytest.mark.parametrize("values", [(4, 3), (3,), ()], ids=["rows", "row", "number"])
 @pytest.mark.parametrize("adds", [False, True], ids=["writes", "adds"])

@@ -93,6 +93,7 @@ def test_sums_in_float64_are_none_of_pairs():
         assert calls_of(write_cpu(product(5, 64, 48, out="float64"))) == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "described",
     [

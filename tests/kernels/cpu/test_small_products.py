@@ -84,7 +84,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("size", SIZES)
 def test_narrow_products_are_right_on_each_machine(machine, size, monkeypatch):

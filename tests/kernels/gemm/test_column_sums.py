@@ -51,7 +51,7 @@ def errors(case, run):
     return [np.abs(o.astype("float64") - e).max() / np.abs(e).max() for o, e in pairs]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("case", "config"),
     [

@@ -94,7 +94,7 @@ SPLIT = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("name", "config"),
     [pytest.param(n, c, id=f"{n}-{c.block_m}x{c.block_n}-{c.split}-{c.staged}") for n, c in SPLIT],

@@ -81,7 +81,7 @@ def named(name: str) -> Case:
 # ---- numbers
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize(
     ("case", "config"),
     [(c, CONFIGS[i % len(CONFIGS)]) for i, c in enumerate(TENSOR_CORE_CASES)],
@@ -93,7 +93,7 @@ def test_the_kernel_is_close_to_float64(case, config):
     check(case, emit(case, config))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.block_m}x{c.block_n}")
 def test_every_tile_is_close_to_float64(config):
     shapes = [(2 * config.block_m + 8, 72), (72, config.block_n + 40), (config.block_n + 40,)]
@@ -101,6 +101,7 @@ def test_every_tile_is_close_to_float64(config):
     check(found, emit(found, config))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("tile", "stages", "terms"),  # 2, 9 and 18 steps of 64 terms
     [
@@ -164,6 +165,7 @@ PITCHES = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("graph", "x", "w", "way"), PITCHES, ids=[str(n) for n in range(len(PITCHES))]
 )
@@ -266,6 +268,7 @@ COMPUTED = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("found", COMPUTED, ids=lambda c: c.name)
 def test_operands_may_be_computed(found):
     check(found, emit(found, MmaConfig(32, 64, 16, 32, 64, 3)), slack=2.0)
@@ -362,6 +365,7 @@ def product_of_rows(x, w):
     return [x @ w.T]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("graph", "x", "w", "way"), FLOATS, ids=range(len(FLOATS)))
 @pytest.mark.parametrize("config", SPLIT + GROUPS, ids=lambda c: f"{c.block_m}x{c.block_n}")
 def test_float32_of_any_layout_is_multiplied_in_parts(graph, x, w, way, config):
@@ -398,6 +402,7 @@ BESIDE = (
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", BESIDE)
 def test_warpgroups_multiply_parts_of_float32_beside_what_is_computed(name):
     found = dataclasses.replace(named(name), inputs=small(named(name).inputs))

@@ -119,6 +119,7 @@ HOPPER = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", HOPPER)
 def test_numbers_of_the_hopper_kernel(name):
     case, form = HOPPER[name]

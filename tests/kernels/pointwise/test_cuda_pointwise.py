@@ -300,6 +300,7 @@ def test_a_kernel_computes_what_float64_says(case):
     check(case)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "config",
     [
@@ -390,6 +391,7 @@ def test_an_output_in_another_order_is_not_flat():
         emit_pointwise(program, H200, PointwiseConfig(64, 16, flat=True))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("unroll", [2, 4])
 @pytest.mark.parametrize("columns", [32 * 8 * 4, 32 * 8 * 4 + 8, 999])
 def test_all_vectors_of_a_thread_are_loaded_before_the_first_is_stored(unroll, columns):
@@ -402,6 +404,7 @@ def test_all_vectors_of_a_thread_are_loaded_before_the_first_is_stored(unroll, c
     assert body[:first_store].count("tvmf_load16_nc(") == unroll
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shape", [(8192, 8192), (64, 64), (8192, 1001), (5, 7)])
 def test_every_ranked_configuration_is_one_the_emitter_takes(shape):
     program = analyze(fuse(bias_gelu, f16(*shape), f16(shape[1])))

@@ -128,6 +128,7 @@ def test_blocks_exchange_hidden_states_over_a_grid_barrier(made, sizes, options)
     check(made, lowered, sizes)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("made", "sizes", "config"),
     [
@@ -142,6 +143,7 @@ def test_float32_is_spread_without_tensor_cores(made, sizes, config):
     check(made, emit_floats(made, H200, config), sizes)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("made", "sizes", "blocks"),
     [

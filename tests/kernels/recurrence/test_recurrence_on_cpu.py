@@ -25,6 +25,7 @@ def tensor_of(array):
     return tensor
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     ("made", "machine", "sizes", "cores"),
     [

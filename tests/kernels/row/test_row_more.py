@@ -230,6 +230,7 @@ FORMS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_takes_rows_of_odd_length(form):
     check(norm_case(3, 63 if form == "lanes" else 1001), FORMS[form])
@@ -301,6 +302,7 @@ def test_bulk_copies_refuse_rows_of_odd_length():
 # ---- rows in pieces
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("case", "config"),
     [
@@ -338,6 +340,7 @@ def test_a_row_in_pieces_is_read_once():
 # ---- argmax and argmin
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "case",
     [
@@ -359,6 +362,7 @@ def test_argmax_and_argmin_are_right(case):
     check(case)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", ["lanes", "warps", "a_loop"])
 @pytest.mark.parametrize("columns", [201, 240])
 def test_the_first_of_equal_values_wins_in_every_form(form, columns):
@@ -438,7 +442,7 @@ SYMBOLIC = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("name", SYMBOLIC)
 def test_rows_of_symbolic_length_are_compiled_once_for_all(name, prefetch):

@@ -78,6 +78,7 @@ def run(func, *inputs, config=None, seed=None):
     return outputs
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("shape", "axis", "dtype"),
     [
@@ -111,6 +112,7 @@ def test_an_exclusive_scan_leaves_out_the_element_itself(shape, axis):
     assert_close(found, reference(x, axis, exclusive=True), FLOAT)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((3, 100, 11), HALF), ((5, 37, 3), FLOAT), ((2, 515, 4), WHOLE), ((3, 64, 40), BRAIN),
@@ -127,6 +129,7 @@ def test_neighbouring_rows_are_scanned_side_by_side(shape, dtype, number):
     assert_close(found, reference(x, 1), dtype)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["cummax", "cummin", "logcumsumexp"])
 @pytest.mark.parametrize(("shape", "axis"), [((3, 301), 1), ((65, 6), 0)], ids=str)
 def test_extrema_and_logarithms_keep_nan_and_infinities(name, shape, axis):
@@ -139,6 +142,7 @@ def test_extrema_and_logarithms_keep_nan_and_infinities(name, shape, axis):
     assert_close(found[~ends], expected[~ends], FLOAT)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "config",
     [
@@ -273,6 +277,7 @@ RESHAPED = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("shape", "scanned_shape", "axis"), RESHAPED, ids=str)
 def test_reshapes_before_and_behind_a_scan_are_in_its_launch(shape, scanned_shape, axis):
     emit = reshaped(shape, scanned_shape, axis)
@@ -312,6 +317,7 @@ def test_a_permutation_behind_a_scan_is_another_launch():
         read_scans(fuse(emit, (shape, HALF)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("shape", "axis", "symbolic"),
     [((5, 300), 1, 0), ((0, 300), 1, 0), ((1, 37, 3), 1, 2), ((3, 40, 1), 1, 0)],
@@ -442,6 +448,7 @@ SHARED = [
 ]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("shape", "axis", "dtype", "config"), SHARED, ids=str)
 @pytest.mark.parametrize("name", ["cumsum", "cummax"])
 def test_blocks_that_share_a_row_are_right(shape, axis, dtype, config, name):

@@ -37,6 +37,7 @@ def drawn(shape, dtype=torch.float32):
     return torch.randint(-3, 4, shape).to(dtype)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("function", "x", "launches"),
     [
