@@ -19,16 +19,19 @@ from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.program.expr import bytes_of
 from tvm_fusion.kernels.registry import family
 from tvm_fusion.kernels.transpose.kernel import (
+    WRITER,
     DirectConfig,
     TransposeConfig,
     emit_transpose,
     transpose_configs,
     wants_tiles,
+    write_transpose_versions,
 )
 from tvm_fusion.kernels.transpose.layout import Layout, bank_conflict
 from tvm_fusion.kernels.transpose.plan import staged_elements
 from tvm_fusion.plan.group_view import GroupView
 from tvm_fusion.plan.refusal import RefusalCode
+from tvm_fusion.runtime.build.version_names import versions_among
 
 from ...benchmarks import workloads
 from ...support.cuda_on_cpu import compile_cubins, cuda_source, lower, run_cuda_on_cpu
@@ -452,12 +455,42 @@ def test_configurations_that_do_not_fit_are_refused(change, why):
         emit_transpose(analyze(DTYPES[0].func()), H200, dataclasses.replace(TILE, **change))
 
 
-def test_rows_of_unknown_number_have_no_tile():
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        (("n", "m"), ["multiples of 8 beyond", "multiples of 8 rows beyond", "up to 8"]),
+        (("n", 40), ["multiples of 8 rows beyond", "up to 8"]),
+        ((5, "n", 72), ["multiples of 8 rows beyond", "up to 8"]),
+        ((24, "n"), ["multiples of 8 beyond", "up to 8"]),
+    ],
+    ids=str,
+)
+def test_tiles_along_symbolic_axes_are_right_at_all_sizes(shape, names):
+    n, m = (tirx.Var(name, "int64") for name in "nm")
+    named = [{"n": n, "m": m}.get(e, e) for e in shape]
+    last = [*range(len(shape) - 2), len(shape) - 1, len(shape) - 2]
+    func = fuse(turned(*last), ([named[a] for a in last], "float16"), (named, "float16"))
+    written = write_transpose_versions(WRITER, func, H200, load_policy(None))
+    lowered = lower(written)
+    assert sorted([*versions_among([lowered.kernel, *(v.kernel for v in lowered.versions)])]) == [
+        "beyond",
+        *names,
+    ]
+    rng = np.random.default_rng(2)
+    for sizes in ((0, 5), (1, 1), (7, 9), (8, 8), (9, 63), (16, 65), (65, 72), (72, 33), (136, 16)):
+        known = [dict(zip("nm", sizes, strict=True)).get(e, e) for e in shape]
+        x, y = (rng.standard_normal(s).astype("f2") for s in ([known[a] for a in last], known))
+        out = np.full_like(y, np.nan)
+        run_cuda_on_cpu(lowered, [x, y, out])
+        assert_close(out, turned_of(*last)(x.astype("f8"), y.astype("f8"))[0], "float16")
+
+
+def test_registers_hold_no_axis_of_symbolic_length():
     n = tirx.Var("n", "int64")
     program = analyze(fuse(turned(1, 0), ((n, 24), "float16"), ((24, n), "float16")))
-    assert not wants_tiles(program, H200)
+    assert wants_tiles(program, H200)
     with pytest.raises(Unsupported, match="not known"):
-        emit_transpose(program, H200, TransposeConfig(0))
+        emit_transpose(program, H200, DirectConfig(0, 256, 1, 2))
 
 
 def test_a_program_with_reductions_is_refused():

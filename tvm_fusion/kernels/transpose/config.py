@@ -9,12 +9,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ...errors import Unsupported
-from ..gpu.vectors import vector_width
+from ..gpu.vectors import divides, vector_width
 from ..program.expr import bytes_of
 from ..program.program import Program
 from .direct import DirectConfig, block_config, direct_config
 from .layout import BANK, BANKS_BYTES, LANES, Layout
-from .plan import Staged, staged_elements, tiled_axes
+from .plan import Staged, staged_elements, taken, tiled_axes
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile
@@ -80,16 +80,15 @@ class TransposeConfig:
         rows, columns = self.area
         if not 0 <= self.axis < len(program.rows):
             raise Unsupported(f"there is no row axis {self.axis}")
-        if not isinstance(program.rows[self.axis], int) or not isinstance(program.columns, int):
-            raise Unsupported("the extents of the tiled axes are not known")
-        if program.columns % self.width:
+        if not divides(self.width, program.columns, program.analyzer()):
             raise Unsupported(f"vectors of {self.width} cross the end of {program.columns} columns")
         if self.rows % rows or self.columns % columns:
             raise Unsupported(f"a warp's {rows} x {columns} do not divide the tile")
         warps = self.threads // LANES
         if self.threads % LANES or self.areas % warps:
             raise Unsupported(f"{self.threads} threads do not share the tile evenly")
-        if math.ceil(program.rows[self.axis] / self.rows) % self.group:
+        known = isinstance(program.rows[self.axis], int)
+        if self.group > 1 and not (known and _down(program, self) % self.group == 0):
             raise Unsupported(f"the tiles are no multiple of {self.group}")
         if LANES % self.lanes or BANKS_BYTES % self.width or self.stack & (self.stack - 1):
             raise Unsupported("lanes, width and stack must be powers of two")
@@ -118,6 +117,8 @@ def _configs(
     walked otherwise, register blocks.
     """
     tiles = _tile_configs(program, axis, width, hw)
+    if not all(isinstance(extent, int) for extent in (program.rows[axis], program.columns)):
+        return [*tiles, *(replace(tile, early=not tile.early) for tile in tiles[:1])]
     direct, blocks = (make(program, axis, width) for make in (direct_config, block_config))
     others = _walked_otherwise(program, tiles[0]) if tiles else ()
     return [config for config in (direct, *tiles, *others, blocks) if config is not None]
@@ -126,7 +127,7 @@ def _configs(
 def _walked_otherwise(program: Program, tile: TransposeConfig) -> Iterator[TransposeConfig]:
     """A tile with its other loads behind the barrier, and with tiles in another order."""
     yield replace(tile, early=not tile.early)
-    tiles = math.ceil(program.rows[tile.axis] / tile.rows)
+    tiles = _down(program, tile)
     yield from (replace(tile, group=group) for group in GROUPS if tiles % group == 0)
 
 
@@ -148,10 +149,15 @@ def _tile_configs(
     return sorted(configs, key=lambda c: -_busy(program, c, hw))
 
 
+def _down(program: Program, config: TransposeConfig) -> int:
+    """Tiles along p."""
+    return math.ceil(taken(program.rows[config.axis]) / config.rows)
+
+
 def _used(program: Program, config: TransposeConfig) -> float:
     """The share of the tiles' elements that exist."""
-    rows, columns = program.rows[config.axis], program.columns
-    padded = math.ceil(rows / config.rows) * config.rows
+    rows, columns = taken(program.rows[config.axis]), taken(program.columns)
+    padded = _down(program, config) * config.rows
     return rows * columns / (padded * math.ceil(columns / config.columns) * config.columns)
 
 
@@ -186,7 +192,7 @@ def _lanes(program: Program, width: int) -> int:
     """
     narrowest = min((bytes_of(o.dtype) for o in program.outputs), default=1)
     wanted = BANKS_BYTES // (width * narrowest)
-    needed = _power_of_two(-(-program.columns // width))
+    needed = _power_of_two(-(-taken(program.columns) // width))
     return max(1, min(wanted, needed, LANES if width == 1 else LANES // 2))
 
 
@@ -194,12 +200,13 @@ def _fitted(program: Program, config: TransposeConfig) -> TransposeConfig:
     """The tile no longer than the axes, the lost threads given to the other axis."""
     area_rows, area_columns = config.area
     elements = config.rows * config.columns
-    rows = max(area_rows, min(config.rows, _power_of_two(program.rows[config.axis])))
-    columns = max(area_columns, min(config.columns, _power_of_two(program.columns)))
+    down, across = (_power_of_two(taken(e)) for e in (program.rows[config.axis], program.columns))
+    rows = max(area_rows, min(config.rows, down))
+    columns = max(area_columns, min(config.columns, across))
     if rows < config.rows:
-        columns = min(elements // rows, max(area_columns, _power_of_two(program.columns)))
+        columns = min(elements // rows, max(area_columns, across))
     elif columns < config.columns:
-        extent = _power_of_two(program.rows[config.axis])
+        extent = down
         rows = min(elements // columns, max(area_rows, extent))
     rows, columns = max(rows, area_rows), max(columns, area_columns)
     areas = rows // area_rows * (columns // area_columns)

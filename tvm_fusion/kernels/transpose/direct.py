@@ -85,6 +85,8 @@ class DirectPart:
         self.index = program.index_dtype
         self.analyzer = program.analyzer()
         self.rows, self.columns = program.rows[config.axis], program.columns
+        if not (isinstance(self.rows, int) and isinstance(self.columns, int)):
+            raise Unsupported("the extents of the axes are not known")
         if self.rows % config.stack or self.columns % config.width:
             raise Unsupported(f"{config.stack} x {config.width} do not divide the axes")
         self.lanes = LANES // config.lanes, config.lanes

@@ -7,6 +7,7 @@ own form: tiles where a load is worth one, else plain vectors.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 from tvm import tirx
@@ -20,9 +21,10 @@ from ..gpu.memory import WIDEST
 from ..pointwise.kernel import dispatch, emit_pointwise, pointwise_config, pointwise_configs
 from ..pointwise.part import PointwiseConfig, PointwisePart
 from ..program.analysis import analyze
-from ..program.expr import constant, dtype_of
+from ..program.expr import conjunction, constant, dtype_of
 from ..program.narrow import narrow_indices
 from ..program.program import Program
+from ..versions import VECTOR, Branch, Multiple, joined
 from .config import STATIC_SHARED_BYTES, TransposeConfig, transpose_configs
 from .direct import DirectConfig, DirectPart
 from .layout import LANES
@@ -43,6 +45,10 @@ __all__ = [
 Tiles = TransposeConfig | DirectConfig
 Config = Tiles | PointwiseConfig
 Part = TransposePart | DirectPart | PointwisePart
+
+
+SHORT = 8
+"""Of a symbolic axis so short, elements are read one by one: a tile would be nearly empty."""
 
 
 def wants_tiles(program: Program, hw: HardwareProfile) -> bool:
@@ -147,6 +153,39 @@ def _ranked(program: Program, hw: HardwareProfile, policy: Policy) -> Ranked:
     return [(None, config) for config in transpose_choices(program, hw)]
 
 
+def write_transpose_versions(
+    writer: Writer, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
+) -> tirx.PrimFunc | None:
+    """The kernels of a fused PrimFunc whose tiles lie along symbolic axes: where one is short,
+    where vectors divide both, where they divide that of the rows, and for all sizes; None where
+    there is no such axis.
+    """
+    exact = policy.rounding == "exact"
+    program = writer.read(func, exact)
+    config = next(iter(transpose_configs(program, hw)), None)
+    if program.is_static or not isinstance(config, TransposeConfig):
+        return None
+    extents = {"rows_": program.rows[config.axis], "": program.columns}
+    branches: list[Branch] = []
+    whole, conditions, sizes = func, [], {}
+    for what, extent in extents.items():
+        multiple = None if isinstance(extent, int) else Multiple.dividing(whole, extent, VECTOR)
+        if multiple is not None:
+            whole = multiple.func
+            conditions = [*conditions, multiple.divides]
+            sizes = {**sizes, **multiple.sizes}
+            kernel = emit_transpose(writer.read(whole, exact), hw)
+            name = f"of{VECTOR}_{what}beyond"
+            branches.insert(0, Branch(kernel, conjunction(*conditions), name, dict(sizes)))
+    unknown = [extent for extent in extents.values() if not isinstance(extent, int)]
+    if not unknown:
+        return None
+    short = functools.reduce(tirx.Or, [e <= constant(SHORT, dtype_of(e)) for e in unknown])
+    plain = emit_transpose(program, hw, pointwise_config(program, hw))
+    branches.insert(0, Branch(plain, short, SHORT))
+    return joined([*branches, Branch(emit_transpose(program, hw), None, 0)], func)
+
+
 WRITER = Writer(
     "pointwise work with strided loads",
     analyze,
@@ -158,4 +197,5 @@ WRITER = Writer(
             emit_transpose,
         ),
     ),
+    write_transpose_versions,
 )

@@ -25,7 +25,7 @@ from ..gpu.scope import RowScope
 from ..gpu.transfer import load_element, load_tile, places, store_vector
 from ..gpu.vectors import piece_bytes, vector_elements
 from ..program.expr import bytes_of, constant, convert, substitute
-from ..program.program import Access, Program
+from ..program.program import Access, Extent, Program
 from .config import TransposeConfig
 from .layout import LANES, row_values, when
 from .plan import Staged, staged_elements
@@ -73,8 +73,8 @@ class TransposePart:
         moved = {item.element.var for item in self.staged}
         self.elements = {var: item for var, item in vectors.items() if var not in moved}
         self.tiles = (
-            math.ceil(self.extent / config.rows),
-            math.ceil(program.columns / config.columns),
+            self._tiles_of(self.extent, config.rows),
+            self._tiles_of(program.columns, config.columns),
         )
         self.others = [axis for axis in range(len(program.rows)) if axis != config.axis]
         outer = math.prod(program.rows[axis] for axis in self.others)
@@ -106,8 +106,8 @@ class TransposePart:
                 item.load()
             item.compute()
 
-    def _size(self, value: int) -> Expr:
-        return constant(value, self.index)
+    def _size(self, value: Extent) -> Expr:
+        return constant(value, self.index) if isinstance(value, int) else value
 
     # ---- which tile
 
@@ -123,14 +123,18 @@ class TransposePart:
         row = T.Bind(row_tile * self.config.rows)
         return _Tile(row, T.Bind(column_tile * self.config.columns), scope.env)
 
+    def _tiles_of(self, extent: Extent, size: int) -> Extent:
+        if isinstance(extent, int):
+            return math.ceil(extent / size)
+        return tirx.FloorDiv(extent + (size - 1), self._size(size))
+
     def row_in_range(self, row: Expr) -> Expr | None:
         """The condition under which a row of a tile exists; None if it always does."""
-        return None if self.extent % self.config.rows == 0 else row < self.extent
+        return _in_range(row, self.extent, self.config.rows)
 
     def column_in_range(self, column: Expr) -> Expr | None:
         """The same of a column."""
-        columns = self.program.columns
-        return None if columns % self.config.columns == 0 else column < columns
+        return _in_range(column, self.program.columns, self.config.columns)
 
     def clamped_row(self, row: Expr, vector: int = 1) -> Expr:
         """The row itself, or the start of the axis's last vector."""
@@ -210,6 +214,12 @@ class TransposePart:
             block = T.Bind(area_column * config.lanes + lane_block)
             row, column = T.Bind(area_row * height + lane_row), T.Bind(block * config.width)
             yield _Area(row, column, block, T.Bind(tile.row + row), T.Bind(tile.column + column))
+
+
+def _in_range(place: Expr, extent: Extent, size: int) -> Expr | None:
+    """The condition under which a place in a tile of so many exists; None if it always does."""
+    whole = isinstance(extent, int) and extent % size == 0
+    return None if whole else place < extent
 
 
 class _AreaWork:

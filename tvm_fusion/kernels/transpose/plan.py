@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from tvm.ir import Var
 
 from ..gpu.memory import WIDEST
-from ..gpu.vectors import vector_elements
+from ..gpu.vectors import divides, vector_elements
 from ..program.expr import bytes_of, linear_form, number, variables
-from ..program.program import Element, Program
+from ..program.program import Element, Extent, Program
 
 MIN_EXTENT = 2
 """Extent from which on an axis is worth a tile: with less nothing is consecutive."""
+LONG = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,14 +34,12 @@ class Staged:
 
 def staged_elements(program: Program, axis: int, width: int) -> dict[Var, Staged]:
     """The loads that are consecutive along row axis `axis` and strided along the columns."""
-    extent = program.rows[axis]
-    if not isinstance(extent, int) or not isinstance(program.columns, int):
-        return {}
+    extent, analyzer = program.rows[axis], program.analyzer()
     along_columns = vector_elements(program, width)
     transposed = _transposed(program, axis)
     vectors = {}
     for vector in (16, 8, 4, 2):
-        if extent % vector == 0:
+        if divides(vector, extent, analyzer):
             vectors[vector] = vector_elements(transposed, vector)
     found = {}
     for element in program.elements:
@@ -54,18 +53,23 @@ def staged_elements(program: Program, axis: int, width: int) -> dict[Var, Staged
     return found
 
 
+def taken(extent: Extent) -> int:
+    """An extent as a number: symbolic ones are taken to be long."""
+    return extent if isinstance(extent, int) else LONG
+
+
 def tiled_axes(program: Program, width: int) -> list[int]:
     """Row axes along which a tile makes loads consecutive: most bytes first, then the longest."""
-    if program.phases or not isinstance(program.columns, int) or program.columns < MIN_EXTENT:
+    if program.phases or taken(program.columns) < MIN_EXTENT:
         return []
     found = []
     for axis, extent in enumerate(program.rows):
-        if not isinstance(extent, int) or extent < MIN_EXTENT:
+        if taken(extent) < MIN_EXTENT:
             continue
         staged = staged_elements(program, axis, width).values()
         gain = sum(bytes_of(item.element.dtype) for item in staged)
         if gain:
-            found.append((-gain, -extent, axis))
+            found.append((-gain, -taken(extent), axis))
     return [axis for *_, axis in sorted(found)]
 
 
