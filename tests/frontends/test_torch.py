@@ -130,6 +130,20 @@ def test_the_batch_stays_symbolic():
         assert_close(run_unfused(mod, x.numpy()), [model(x).detach().numpy()])
 
 
+def test_a_pool_takes_any_size_where_torch_asks_for_a_remainder(monkeypatch):
+    def div_rtn(x, y):  # torch 2.11
+        quotient, rest = x // y, x % y
+        return quotient - 1 if rest != 0 and bool(rest < 0) != bool(y < 0) else quotient
+
+    monkeypatch.setattr(torch._meta_registrations, "div_rtn", div_rtn)
+    side = Dim("side", min=3, max=64)
+    pool = Function(lambda x: F.max_pool2d(torch.relu(x), 3, 2, 1))
+    mod = load(pool, (torch.randn(1, 2, 7, 7),), dynamic_shapes=(({2: side, 3: side},),))
+    for size in (3, 8, 9):
+        x = torch.randn(1, 2, size, size)
+        assert_close(run_unfused(mod, x.numpy()), [pool(x).numpy()])
+
+
 def test_a_part_of_a_symbolic_dimension_has_a_size():
     def parts(x):
         return x[1:], x[:-1], x[-2:], torch.cat([x, x])[2:], x[0]

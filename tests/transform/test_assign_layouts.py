@@ -348,6 +348,53 @@ def test_blocks_of_channels_and_functions_without_convolutions_stay():
     assert AssignLayouts()(mod).same_as(mod)
 
 
+POOLS = {
+    "maximum": (lambda x: F.max_pool2d(torch.relu(x), 3, 2, 1), (2, 4, 9, 8)),
+    "mean, windows that are not whole": (
+        lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True) + 1,
+        (2, 4, 9, 8),
+    ),
+    "one dimension": (lambda x: F.max_pool1d(x, 3), (2, 4, 9)),
+    "three": (lambda x: F.avg_pool3d(x, 2), (2, 4, 4, 6, 8)),
+    "larger": (lambda x: F.interpolate(x, scale_factor=2.0), (2, 4, 9, 8)),
+}
+
+
+class Turned(nn.Module):
+    """A function of a tensor with channels last, and given so, too."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x.movedim(-1, 1)).movedim(1, -1)
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_pools_without_convolutions_have_channels_last_where_their_tensors_do(name):
+    function, (batch, channels, *sides) = POOLS[name]
+    model, inputs, mod = torch_module(Turned(function), [(batch, *sides, channels)])
+    assigned = AssignLayouts()(mod)
+    opened = CancelLayouts()(assigned)
+    assert not moving(opened)
+    check_numbers(model, inputs, opened)
+    assert AssignLayouts()(assigned).same_as(assigned)
+    _, _, plain = torch_module(Apart(function), [(batch, channels, *sides)])
+    assert AssignLayouts()(plain).same_as(plain)
+
+
+class Apart(nn.Module):
+    """A function, beside something that is turned."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x), x.movedim(-1, 1)
+
+
 @pytest.mark.parametrize(("target", "changes"), [("nvidia_h200", True), ("llvm", False)])
 def test_pipelines_for_gpus_assign_layouts(target, changes):
     _, _, mod = torch_module(nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()), [(1, 8, 8, 8)])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import operator
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -23,6 +24,7 @@ from ...errors import FrontendError
 
 try:
     import torch
+    from torch import _meta_registrations
 except ImportError as error:
     raise FrontendError(
         "reading a PyTorch model needs torch, which is not installed: "
@@ -177,6 +179,7 @@ def exported(
             _quiet(),
             values_later(model, (args, kwargs)) as (args, kwargs),
             recurrent.states_in_shape(),
+            _pools_of_any_size(),
         ):
             return _traced(model, args, kwargs, dynamic_shapes)
     except Exception as error:
@@ -194,11 +197,30 @@ def _traced(
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
 
 
+@contextlib.contextmanager
+def _pools_of_any_size() -> Iterator[None]:
+    """A context in which torch says how many windows a symbolic size holds without asking whether
+    they fill it: its division asked for the remainder, which is of no account (2.11).
+    """
+    original = _meta_registrations.div_rtn
+    _meta_registrations.div_rtn = operator.floordiv
+    try:
+        yield
+    finally:
+        _meta_registrations.div_rtn = original
+
+
 def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """A program of core operators and of those that are kept whole, without assertions and inputs
     that are no tensors, its weights on the CPU.
     """
-    with _ONE_AT_A_TIME, _quiet(), recurrent.states_in_shape(), flex_attention_opened():
+    with (
+        _ONE_AT_A_TIME,
+        _quiet(),
+        recurrent.states_in_shape(),
+        _pools_of_any_size(),
+        flex_attention_opened(),
+    ):
         program = _on_cpu(program.run_decompositions(decompositions()))
     drop_assertions(program)
     drop_fixed_inputs(program)

@@ -1,5 +1,5 @@
 """AssignLayouts: convolutions with channels last, and what stands around them in the orders of axes
-that move least.
+that move least; pools without convolutions, too, where the model turns what they read or give.
 
 Which, is decided for all tensors of a function at once (`assignment`). `CancelLayouts`, which runs
 behind it, joins what is left of chains of permutations and reshapes.
@@ -17,12 +17,12 @@ from tvm.relax import Expr, Var
 from tvm.relax.expr_functor import mutator
 
 from ..decompose.opening import shape_of
-from ..functions.functions import ASSIGN_LAYOUTS, ModulePass, is_opaque
+from ..functions.functions import ASSIGN_LAYOUTS, ModulePass, is_opaque, operator_name
 from ..rewrites.factors import is_constant
 from ..rewrites.readers import BlockwiseMutator, Parts
 from .assignment import Assignment, Operator, Tensor
 from .orders import Order, change, plain
-from .ways import is_known, is_to_change, operands, results, ways_of
+from .ways import is_known, is_to_change, is_window, operands, results, ways_of
 
 
 @tvm.transform.module_pass(opt_level=0, name=ASSIGN_LAYOUTS)
@@ -37,9 +37,9 @@ class AssignLayouts(ModulePass):
     with `num_input`. A convolution of one tap, with a stride of 1, no padding and no groups,
     becomes a matrix product.
 
-    Kernels for GPUs take such data; on a CPU the pipelines leave the pass out. A function without
-    convolutions, or whose convolutions are so already, stays as it is: running the pass twice
-    equals running it once.
+    Kernels for GPUs take such data; on a CPU the pipelines leave the pass out. A function whose
+    convolutions are so already, or one without any whose pools and changes of size are best as they
+    are, stays as it is: running the pass twice equals running it once.
 
     Examples
     --------
@@ -80,15 +80,16 @@ class AssignLayouts(ModulePass):
     """
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        """The module with its functions rewritten; itself where none has convolutions."""
+        """The module with its functions rewritten; itself where there is nothing to change."""
         changed = {}
         for gvar, func in mod.functions_items():
-            if not isinstance(func, relax.Function) or not _has_convolutions(func):
+            if not isinstance(func, relax.Function) or not _may_change(func):
                 continue
             if is_opaque(func) or _has_empty(func):
                 continue
-            if (survey := Survey(func)).convolutions:
-                survey.assignment.solve()
+            survey = Survey(func)
+            survey.assignment.solve()
+            if survey.is_changed:
                 changed[gvar] = _Rewriter(mod).rewritten(func, survey)
         if not changed:
             return mod
@@ -98,12 +99,18 @@ class AssignLayouts(ModulePass):
         return relax.transform.CanonicalizeBindings()(mod)
 
 
-def _has_convolutions(func: relax.Function) -> bool:
-    """Whether there is work for a `Survey`, which looks at all operators."""
+def _may_change(func: relax.Function) -> bool:
+    """Whether there is work for a `Survey`, which looks at all operators: convolutions, or windows
+    among changes of order.
+    """
     if not isinstance(func.body, relax.SeqExpr):
         return False
-    values = (binding.value for block in func.body.blocks for binding in block.bindings)
-    return any(isinstance(value, Call) and is_to_change(value) for value in values)
+    values = [binding.value for block in func.body.blocks for binding in block.bindings]
+    calls = [value for value in values if isinstance(value, Call)]
+    if any(map(is_to_change, calls)):
+        return True
+    turned = any(operator_name(call) == "relax.permute_dims" for call in calls)
+    return turned and any(map(is_window, calls))
 
 
 def _has_empty(func: relax.Function) -> bool:
@@ -123,12 +130,15 @@ class Survey:
         By the variable that an operator is bound to.
     convolutions : int
         How many there are that are to change.
+    windows : list of Operator
+        Pools, and changes of size.
     """
 
     def __init__(self, func: relax.Function) -> None:
         self.assignment = Assignment()
         self.operators: dict[Var, Operator] = {}
         self.convolutions = 0
+        self.windows: list[Operator] = []
         self._names: dict[Var, Tensor] = {}
         self._whole = _tuples_read_whole(func)
         self._offered: dict[Tensor, dict[Order, None]] = {}
@@ -137,6 +147,11 @@ class Survey:
             for binding in block.bindings:
                 self._add(binding)
         self._want(func.body.body)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether anything is to be computed in another way, when the assignment is solved."""
+        return self.convolutions > 0 or any(not window.way.is_plain for window in self.windows)
 
     def tensor(self, expr: Expr) -> Tensor | None:
         """The tensor that a variable stands for, or that is field of a tuple."""
@@ -177,6 +192,8 @@ class Survey:
         self.operators[var] = Operator(reads, writes, ways)
         self.assignment.operators.append(self.operators[var])
         self.convolutions += is_to_change(call)
+        if is_window(call):
+            self.windows.append(self.operators[var])
 
     def _read(self, expr: Expr) -> Tensor | None:
         """The tensor that an operator reads; None for one that changes its order for nothing."""

@@ -107,6 +107,11 @@ def is_to_change(call: Expr) -> bool:
     return way is not None and (way.is_product or not way.is_plain)
 
 
+def is_window(call: Expr) -> bool:
+    """Whether an operator is a pool or a change of size."""
+    return RULES.get(operator_name(call)) is _window and is_known(call)
+
+
 def ways_of(call: Call, offered: Sequence[Order]) -> list[Way]:
     """The ways to compute a known operator.
 
