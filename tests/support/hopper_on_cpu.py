@@ -84,7 +84,7 @@ def _translate(source: str, kernel: str) -> str:
     units = (EMULATOR / "hopper.h").read_text()
     known = units + cuda_on_cpu._device_header()
     start = source.rindex('extern "C" __global__')
-    head = source[source.index("#define ushort unsigned short") : start]
+    head = source[source.index("#define ushort unsigned short") : start].split("#endif", 1)[1]
     helpers = [
         _stand_in(definition) if "asm volatile" in definition else definition
         for name, definition in cuda_on_cpu._functions(head)

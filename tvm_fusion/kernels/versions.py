@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -182,10 +183,13 @@ def with_size(func: tirx.PrimFunc, size: Var, value: int | Expr) -> tirx.PrimFun
         return renewed.get(var, var)
 
     for param in func.params:
+        if not isinstance(param.ty, tirx.BufferType):
+            continue  # a size that is passed
         shape = [tvm_ffi.structural_map(e, [(Var, renew), *_FOLDS]) for e in param.ty.shape]
         renewed[param] = tirx.decl_buffer(shape, str(param.ty.dtype), param.name)
     body = tvm_ffi.structural_map(func.body, [(Var, renew), *_FOLDS])
-    return tirx.PrimFunc([renewed[p] for p in func.params], body, func.ret_type, attrs=func.attrs)
+    params = [p if p.same_as(size) else renewed.get(p, p) for p in func.params]
+    return tirx.PrimFunc(params, body, func.ret_type, attrs=func.attrs)
 
 
 def tables_by_size(
@@ -225,6 +229,53 @@ def fewest_of(tables: Sequence[Ranked], sizes: Sequence[int], most: int) -> list
     return []
 
 
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A configuration, and the largest of each of two sizes that it is for; None: any."""
+
+    config: Any
+    most: tuple[int | None, int | None]
+
+
+def boxes_of(tables: Mapping[tuple[int, int], Ranked], most: int = MOST) -> list[Box]:
+    """Versions by two sizes, of which the first that holds both is taken; the last is for any. By
+    predicted seconds at some pairs of sizes, with the least loss of `LOSSES` that needs at most so
+    many.
+    """
+    times = {pair: _by_kind(table) for pair, table in tables.items()}
+    if not times or not all(times.values()):
+        return []
+    for loss in LOSSES:
+        found = _boxes(times, loss)
+        if len(found) <= most:
+            return found
+    return []
+
+
+def _boxes(times: Mapping[tuple[int, int], dict[Any, tuple[float, Any]]], loss: float) -> list[Box]:
+    best = {pair: min(seconds for seconds, _ in known.values()) for pair, known in times.items()}
+    ends = [sorted({pair[axis] for pair in times}) for axis in (0, 1)]
+    left, found = set(times), []
+    while left:
+        choices, first = [], min(left)
+        for corner in itertools.product(*ends):
+            if corner[0] < first[0] or corner[1] < first[1]:
+                continue
+            inside = sorted(p for p in left if p[0] <= corner[0] and p[1] <= corner[1])
+            for kind in times[first]:
+                held = [times[p][kind][0] for p in inside if kind in times[p]]
+                if len(held) == len(inside) and all(
+                    seconds <= loss * best[p] for seconds, p in zip(held, inside, strict=True)
+                ):
+                    choices.append((len(inside), -sum(held), inside, kind, corner))
+        _, _, inside, kind, corner = max(choices, key=lambda choice: choice[:2])
+        last = inside[-1]
+        any_of = [None if n == end[-1] else n for n, end in zip(corner, ends, strict=True)]
+        found.append(Box(times[last][kind][1], (any_of[0], any_of[1])))
+        left -= set(inside)
+    return found
+
+
 def is_empty(func: tirx.PrimFunc) -> bool:
     """Whether a parameter of known sizes has no element, as ``x[100:]`` of few rows."""
     extents = (number(extent) for param in func.params for extent in param.ty.shape)
@@ -259,13 +310,7 @@ def versions_of(
     """The fewest versions that take at most `loss` times as long as the fastest, by predicted
     seconds at each size; none where it would be more than `most`, or nothing is predicted.
     """
-    times = []
-    for table in tables:
-        known: dict[Any, tuple[float, Any]] = {}
-        for seconds, config in table:
-            if seconds is not None:
-                known.setdefault(kind_of(config), (seconds, config))
-        times.append(known)
+    times = [_by_kind(table) for table in tables]
     found: list[Version] = []
     start = 0
     while start < len(sizes) and all(times):
@@ -277,6 +322,15 @@ def versions_of(
     if not found or len(found) > most:
         return []
     return [*found[:-1], Version(found[-1].config, None)]
+
+
+def _by_kind(table: Ranked) -> dict[Any, tuple[float, Any]]:
+    """The fastest of each kind that is predicted."""
+    known: dict[Any, tuple[float, Any]] = {}
+    for seconds, config in table:
+        if seconds is not None:
+            known.setdefault(kind_of(config), (seconds, config))
+    return known
 
 
 def _reach(

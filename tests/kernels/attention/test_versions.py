@@ -12,6 +12,7 @@ from tvm_fusion.kernels.attention import versions
 from tvm_fusion.kernels.attention.forms import WRITER
 from tvm_fusion.kernels.attention.versions import write_attention_versions
 from tvm_fusion.kernels.versions import MOST
+from tvm_fusion.runtime.build.version_names import launches_of, versions_among
 from tvm_fusion.transform.apply.write_kernels import write_kernel
 
 from ...support.cuda_on_cpu import lower, run_cuda_on_cpu
@@ -91,6 +92,75 @@ def test_within_bounds_there_is_no_kernel_for_other_sizes(bounds, names, monkeyp
             run(lowered, [*arrays, bias], bias.astype(float))
 
 
+def apart(heads, queries, keys, *bias):
+    """Queries and keys of their own numbers."""
+    points = ((1, heads, keys, HEAD), HALF)
+    others = [((1, heads, queries, keys), HALF)] * len(bias)
+    return fuse(weighted, ((1, heads, queries, HEAD), HALF), points, points, *others)
+
+
+def written(func, monkeypatch=None, queries=(), keys=()):
+    """The versions of a function, by their names."""
+    if monkeypatch is not None:
+        monkeypatch.setattr(versions, "QUERIES", queries)
+        monkeypatch.setattr(versions, "KEYS", keys)
+    kernel = write_kernel(func.with_attr(OUTPUTS_ATTR, 1), "attention", H200, POLICY)
+    return kernel, [*map(str, kernel.attrs.get(VERSIONS_ATTR, ()))]
+
+
+@pytest.mark.parametrize("bias", [(), ("bias",)], ids=["plain", "bias"])
+def test_queries_and_keys_are_compared_apart(bias, monkeypatch):
+    n, m = tirx.Var("n", "int64"), tirx.Var("m", "int64")
+    func = apart(1, n, m, *bias)
+    kernel, names = written(func, monkeypatch, (8, 2048), (32, 4096))
+    assert "0" in names
+    assert any("8_queries" in name for name in names)
+    lowered, rng = lower(kernel), np.random.default_rng(0)
+    for queries, keys in ((1, 1), (7, 33), (8, 32), (9, 32), (9, 33), (1, 70)):
+        shapes = ((queries, HEAD), (keys, HEAD), (keys, HEAD), *[(queries, keys)] * len(bias))
+        arrays = [rng.standard_normal((1, 1, *shape)).astype(HALF) / 3 for shape in shapes]
+        run(lowered, arrays, arrays[-1].astype(float) if bias else 0.0)
+
+
+def test_few_queries_have_a_decode_kernel_that_is_not_asked_without_any(monkeypatch):
+    n, m = tirx.Var("n", "int64"), tirx.Var("m", "int64")
+    kernel, names = written(apart(2, n, m), monkeypatch, (16, 2048), (64, 4096))
+    first = next(name for name in names if "16_queries" in name)
+    lowered = lower(kernel)
+    few = next(v for v in (lowered, *lowered.versions) if v.kernel == f"main_{first}_kernel")
+    assert "mma.sync" in few.source
+    assert "wgmma" not in few.source
+    for queries, keys in ((0, 3), (1, 3), (15, 64), (16, 65), (17, 64)):
+        rng = np.random.default_rng(queries)
+        shapes = ((queries, HEAD), (keys, HEAD), (keys, HEAD))
+        arrays = [rng.standard_normal((1, 2, *shape)).astype(HALF) / 3 for shape in shapes]
+        if queries:
+            run(lowered, arrays)
+        else:
+            assert run_hopper_on_cpu(lowered, [*arrays, poisoned(arrays[0].shape, HALF)]) <= 1
+
+
+def test_keys_that_are_a_sum_of_sizes_are_read_by_the_tma():
+    past, added = tirx.Var("past", "int64"), tirx.Var("added", "int64")
+    func = apart(2, added, past + added)
+    past = next(size for size in sizes_of(func) if size.name == "past")
+    params = [*func.params[:-1], past, func.params[-1]]  # as a size is passed that no shape tells
+    func = tirx.PrimFunc(params, func.body, func.ret_type, attrs=func.attrs)
+    problem = WRITER.read(func, False)
+    config = WRITER.ranked(problem, H200, POLICY)[0][1]
+    assert WRITER.form_of(config).name == "hopper"
+    kernel, names = written(func)
+    assert any("queries" in name for name in names)
+    rng = np.random.default_rng(0)
+    whole = WRITER.emit(problem, H200, POLICY, config)
+    for one, sizes in ((kernel, ((1, 1), (3, 67), (65, 5))), (whole, ((1, 1), (65, 5)))):
+        lowered = lower(one)
+        for queries, before in sizes:
+            shapes = ((queries, HEAD), *[(before + queries, HEAD)] * 2)
+            arrays = [rng.standard_normal((1, 2, *shape)).astype(HALF) / 3 for shape in shapes]
+            run(lowered, [*arrays, before])
+
+
 def test_few_keys_are_not_split_and_many_are():
     n = tirx.Var("n", "int64")
     kernel = write_attention_versions(WRITER, decoded(32, n), H200, POLICY)
@@ -154,7 +224,22 @@ def test_few_versions_lose_little():
     assert 1 < len(kernel.attrs[VERSIONS_ATTR]) < MOST
 
 
-def test_fixed_and_several_symbolic_sizes_have_no_versions():
-    assert write_attention_versions(WRITER, biased(1, 64), H200, POLICY) is None
+def test_of_a_symbolic_batch_queries_and_keys_are_compared():
     n, heads = tirx.Var("n", "int64"), tirx.Var("h", "int64")
-    assert write_attention_versions(WRITER, decoded(heads, n), H200, POLICY) is None
+    _, names = written(decoded(heads, n))
+    assert any("keys" in name for name in names)
+    _, names = written(apart(heads, n, n))
+    assert any("queries" in name for name in names)
+    assert not any("keys" in name for name in names)
+
+
+def test_fixed_sizes_have_no_versions():
+    assert write_attention_versions(WRITER, biased(1, 64), H200, POLICY) is None
+
+
+def test_versions_by_queries_and_keys_are_one_launch_and_told_by_both():
+    ends = ("upto_0", "upto_16_queries_64_keys", "upto_64_queries", "upto_512_keys", "beyond")
+    kernels = [f"f_{end}_kernel" for end in ends]
+    assert launches_of(kernels) == 1
+    told = ("up to 0", "up to 16 queries, 64 keys", "up to 64 queries", "up to 512 keys", "beyond")
+    assert versions_among(kernels) == told

@@ -8,7 +8,9 @@ x[b, s, h, d] with batch (b, h), rows (s), columns (d):    offset = f(batch) + f
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -286,21 +288,31 @@ def _walk(offset: Expr, group: Sequence[Axis]) -> tuple[int, tuple[Digit, ...]] 
 
 
 def _scaled_walk(offset: Expr, group: Sequence[Axis]) -> tuple[int, tuple[Digit, ...]] | None:
-    """The digits of a function with known extents times a symbol that all its terms share."""
-    own = frozenset(axis.var for axis in group)
-    common, rest = None, None
-    for term in _terms(offset, 1):
-        inside, outside = _factors(term, own)
-        if common is not None and not equal_sizes(common, outside):
-            return None
-        common = outside
-        rest = inside if rest is None else rest + inside
+    """The digits of a function with known extents times a symbol, or a sum of such functions that
+    walk alike: ``i * (past + new)``.
+    """
     if not all(isinstance(axis.extent, int) for axis in group) or size_of(group) > MAX_POINTS:
         return None
-    found = _walk(rest, group)
-    if found is None or found[0]:
+    own = frozenset(axis.var for axis in group)
+    parts: list[tuple[Expr, Expr]] = []
+    for term in _terms(offset, 1):
+        inside, outside = _factors(term, own)
+        known = next((n for n, (_, o) in enumerate(parts) if equal_sizes(o, outside)), None)
+        if known is None:
+            parts.append((inside, outside))
+        else:
+            parts[known] = parts[known][0] + inside, outside
+    walks = [_walk(inside, group) for inside, _ in parts]
+    if any(found is None or found[0] for found in walks):
         return None
-    return 0, tuple(Digit(d.extent, d.stride * common if d.stride else 0) for d in found[1])
+    runs = [tuple(digit.extent for digit in digits) for _, digits in walks]
+    if any(other != runs[0] for other in runs):
+        return None
+    found = []
+    for own_digits in zip(*(digits for _, digits in walks), strict=True):
+        strides = [d.stride * o for d, (_, o) in zip(own_digits, parts, strict=True) if d.stride]
+        found.append(Digit(own_digits[0].extent, functools.reduce(operator.add, strides or [0])))
+    return 0, tuple(found)
 
 
 def _factors(expr: Expr, own: frozenset[Var]) -> tuple[Expr, Expr]:

@@ -18,7 +18,10 @@ from tvm import tirx
 
 from ...ir.graph import VERSIONS_ATTR
 
-_RANGE = r"(?:of\d+_(?:rows_)?)?(?:upto_\d+(?:_and_\d+_to_\d+)*|beyond)"
+_RANGE = (
+    r"(?:of\d+_(?:rows_)?)?"
+    r"(?:upto_(?:\d+_keys|\d+_queries(?:_\d+_keys)?|\d+(?:_and_\d+_to_\d+)*)|beyond)"
+)
 _VERSION = re.compile(rf"(.*?)_({_RANGE})_kernel")
 
 
@@ -43,7 +46,7 @@ def versions_among(kernels: Iterable[str]) -> tuple[str, ...]:
 def _told(name: str) -> str:
     """``of8_upto_64`` is "multiples of 8 up to 64"."""
     told = re.sub(r"of(\d+)_", r"multiples of \1 ", name.replace("upto_", "up to "))
-    return told.replace("rows_", "rows ").replace("_and_", " and ").replace("_to_", " to ")
+    return told.replace("queries_", "queries, ").replace("_", " ")
 
 
 def with_version_names(written: tvm.IRModule, lowered: tvm.IRModule) -> tvm.IRModule:

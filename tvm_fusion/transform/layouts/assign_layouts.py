@@ -21,7 +21,7 @@ from ..functions.functions import ASSIGN_LAYOUTS, ModulePass, is_opaque, operato
 from ..rewrites.factors import is_constant
 from ..rewrites.readers import BlockwiseMutator, Parts
 from .assignment import Assignment, Operator, Tensor
-from .orders import Order, change, plain
+from .orders import Order, change, channels_last, plain
 from .ways import is_known, is_to_change, is_window, operands, results, ways_of
 
 
@@ -101,7 +101,7 @@ class AssignLayouts(ModulePass):
 
 def _may_change(func: relax.Function) -> bool:
     """Whether there is work for a `Survey`, which looks at all operators: convolutions, or windows
-    among changes of order.
+    among channels that are turned.
     """
     if not isinstance(func.body, relax.SeqExpr):
         return False
@@ -109,8 +109,16 @@ def _may_change(func: relax.Function) -> bool:
     calls = [value for value in values if isinstance(value, Call)]
     if any(map(is_to_change, calls)):
         return True
-    turned = any(operator_name(call) == "relax.permute_dims" for call in calls)
-    return turned and any(map(is_window, calls))
+    return any(map(is_window, calls)) and any(map(_turns_channels, calls))
+
+
+def _turns_channels(call: Call) -> bool:
+    """Whether an operator moves the channels of images behind all other axes, or back."""
+    if operator_name(call) != "relax.permute_dims" or call.ty.ndim < 3 or not call.attrs.axes:
+        return False
+    last = channels_last(call.ty.ndim)
+    back = tuple(last.index(axis) for axis in range(len(last)))
+    return tuple(int(axis) for axis in call.attrs.axes) in (last, back)
 
 
 def _has_empty(func: relax.Function) -> bool:

@@ -159,10 +159,11 @@ class Combine:
     def _write(self, row: Expr, column: Expr, total: Expr, top: Expr, weights: Expr) -> None:
         """The outputs of one element of the block, where its row exists."""
         problem = self.problem
-        if problem.chunks * self.used == problem.rows:
+        count = problem.row_count(self.frame)
+        if isinstance(count, int) and problem.chunks * self.used == count:
             self._outputs(row, column, total, top, weights)
             return
-        with then(self.first_row + row < problem.rows):
+        with then(self.first_row + row < count):
             self._outputs(row, column, total, top, weights)
 
     def _outputs(self, row: Expr, column: Expr, total: Expr, top: Expr, weights: Expr) -> None:

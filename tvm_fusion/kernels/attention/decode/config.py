@@ -32,12 +32,15 @@ class DecodeConfig:
     warps : warps of a block; each has keys of its own, and a ring of its own that they arrive in.
     step : keys that a warp takes at a time, a multiple of 16.
     stages : steps in a warp's ring; one less of them are on their way while one is at work.
+    queries : the most that there are of a symbolic number, for which the kernel is written; 0: the
+        number is known.
     """
 
     split: int
     warps: int
     step: int
     stages: int
+    queries: int = 0
 
     @property
     def threads(self) -> int:

@@ -110,7 +110,8 @@ def emit_attention_decode(
     Parameters
     ----------
     attention : Attention
-        At most 128 queries of each head; static numbers of queries, terms and features. Keys and
+        At most 128 queries of each head; static numbers of terms and features, and of queries
+        where the configuration does not say the most. Keys and
         values are plain half-precision tensors, contiguous along the head; they may be gathered by
         pages.
     hw : HardwareProfile
@@ -128,13 +129,18 @@ def emit_attention_decode(
     Unsupported
         For another attention, or a configuration that does not fit the device.
     """
-    problem = read_decode(attention, hw)
     if config is None:
         config = attention_decode_ranked(attention, hw)[0][1]
+    problem = read_decode(attention, hw, config.queries)
     check_config(problem, config, hw)
     with open_kernel(attention) as frame:
         _Kernel(frame, problem, config).emit()
     return frame.func
+
+
+def _last(rows: int | Expr) -> Expr:
+    """The last of so many rows."""
+    return constant(rows - 1, "int32") if isinstance(rows, int) else rows - 1
 
 
 class _Kernel:
@@ -216,7 +222,7 @@ class _Kernel:
     def _over_rows(self, bound: Expr, largest: bool) -> Expr:
         """The largest (smallest) value of a bound over the block's rows, within 0 ... N."""
         problem, frame = self.problem, self.frame
-        row = T.min(self.first_row + self.lane, constant(problem.rows - 1, "int32"))
+        row = T.min(self.first_row + self.lane, _last(problem.row_count(frame)))
         flat = T.Bind(convert(row, frame.index))
         env = problem.row_env(self.unit, flat, frame)
         value = convert(lower(frame.rewrite(bound, env), False), "int64")

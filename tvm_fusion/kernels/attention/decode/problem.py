@@ -19,7 +19,7 @@ from ....errors import Unsupported
 from ...contraction.model import INDEX, Simplifier, fresh_var
 from ...contraction.reader import Axis, size_of
 from ...gpu.product_frame import Frame, coordinates
-from ...program.expr import HALF_DTYPES, constant, same, substitute
+from ...program.expr import HALF_DTYPES, constant, convert, same, substitute
 from ...program.program import Extent
 from ..read.bounds import KeyLimits, key_limits
 from ..read.model import Attention
@@ -41,6 +41,7 @@ class DecodeProblem:
     shared : axes of the heads (or whatever shares keys and values) of a unit.
     whole : each batch axis as an expression over `units` and `shared`.
     range : bounds of the visible keys.
+    queries : queries of an attention; the most of a symbolic number.
     """
 
     attention: Attention
@@ -50,6 +51,7 @@ class DecodeProblem:
     k: Source
     v: Source
     range: KeyLimits
+    queries: int
 
     @property
     def row_axes(self) -> tuple[Axis, ...]:
@@ -58,8 +60,13 @@ class DecodeProblem:
 
     @property
     def rows(self) -> int:
-        """Rows of a unit."""
-        return size_of(self.row_axes)
+        """Rows of a unit, the most there may be."""
+        return size_of(self.shared) * self.queries
+
+    def row_count(self, frame: Frame) -> int | Expr:
+        """Rows of a unit that there are."""
+        count = frame.size(size_of(self.row_axes))
+        return count if isinstance(count, int) else convert(count, "int32")
 
     @property
     def block_rows(self) -> int:
@@ -86,8 +93,9 @@ class DecodeProblem:
         return env | {var: frame.rewrite(whole, env) for var, whole in self.whole.items()}
 
 
-def read_decode(attention: Attention, hw: HardwareProfile) -> DecodeProblem:
-    """The units and rows of an attention, and its keys and values in memory.
+def read_decode(attention: Attention, hw: HardwareProfile, queries: int = 0) -> DecodeProblem:
+    """The units and rows of an attention, and its keys and values in memory; `queries` are the most
+    of a symbolic number.
 
     Raises
     ------
@@ -99,11 +107,12 @@ def read_decode(attention: Attention, hw: HardwareProfile) -> DecodeProblem:
         raise Unsupported(f"decode attention is for sm_80 and later, not {hw.arch}")
     if attention.operand_dtype not in HALF_DTYPES:
         raise Unsupported(f"decode attention of {attention.operand_dtype} operands")
-    sizes = [size_of(group) for group in (attention.queries, attention.terms, attention.features)]
+    queries = attention.M if isinstance(attention.M, int) else queries or attention.M
+    sizes = [queries, attention.D, attention.E]
     if not all(isinstance(size, int) for size in sizes):
         raise Unsupported("decode attention with a symbolic number of queries, or head size")
-    if attention.M > MAX_QUERIES:
-        raise Unsupported(f"decode attention of {attention.M} queries, more than {MAX_QUERIES}")
+    if queries > MAX_QUERIES:
+        raise Unsupported(f"decode attention of {queries} queries, more than {MAX_QUERIES}")
     if attention.E > MAX_FEATURES:
         raise Unsupported(f"{attention.E} features, more than {MAX_FEATURES}")
     k = read_source(attention, attention.k, "n", attention.terms, "keys")
@@ -111,7 +120,7 @@ def read_decode(attention: Attention, hw: HardwareProfile) -> DecodeProblem:
     units, shared, whole = _divide(attention, [k.offset, v.offset])
     row_vars = [*whole, *(axis.var for axis in (*shared, *attention.queries))]
     bounds = key_limits(attention, row_vars)
-    return DecodeProblem(attention, units, shared, whole, k, v, bounds)
+    return DecodeProblem(attention, units, shared, whole, k, v, bounds, queries)
 
 
 def _divide(

@@ -137,7 +137,8 @@ class Products:
         if start // layout.terms >= min(problem.rows, layout.rows):
             return
         row, term = T.Bind(element // layout.terms), T.Bind(element % layout.terms)
-        exists = tirx.And(first_row + row < problem.rows, row < layout.rows)
+        there = first_row + row < problem.row_count(self.frame)
+        exists = tirx.And(there, row < layout.rows)
         if layout.terms != problem.attention.D:
             exists = tirx.And(exists, term < problem.attention.D)
         with then(exists):

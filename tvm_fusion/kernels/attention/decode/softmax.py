@@ -143,7 +143,8 @@ class Softmax:
             env: Mapping[Var, Expr] = unit
             if self.rowed:
                 row = first_row + (self.lane // 4 + (tile * 16 + half * 8))
-                last = constant(problem.rows - 1, "int32")
+                last = problem.row_count(self.frame)
+                last = constant(last - 1, "int32") if isinstance(last, int) else last - 1
                 row = T.Bind(convert(T.min(row, last), self.frame.index))
                 env = problem.row_env(unit, row, self.frame)
             self.rows.append(env)
