@@ -74,6 +74,7 @@ def check_numbers(model, inputs, mod, atol=2e-5):
         np.testing.assert_allclose(found, wanted.numpy(), atol=atol, rtol=1e-4)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_layouts_of_a_network_change_at_its_borders_only(name):
     make, shapes, stay = BLOCKS[name]
@@ -91,6 +92,7 @@ def test_layouts_of_a_network_change_at_its_borders_only(name):
     check_numbers(model, inputs, opened)
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_running_twice_equals_running_once(name):
     make, shapes, _ = BLOCKS[name]
@@ -152,6 +154,7 @@ FOLLOWERS = {
 }
 
 
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("name", FOLLOWERS)
 def test_what_follows_a_convolution_computes_the_same(name):
     model, inputs, mod = torch_module(Behind(FOLLOWERS[name]), [(2, 4, 8, 8)])
@@ -160,6 +163,7 @@ def test_what_follows_a_convolution_computes_the_same(name):
     check_numbers(model, inputs, assigned, atol=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("rank", "function"),
     [
@@ -188,7 +192,7 @@ TRANSPOSED = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize("options", TRANSPOSED.values(), ids=list(TRANSPOSED))
 def test_transposed_convolutions(options, rank):

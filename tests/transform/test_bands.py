@@ -26,6 +26,7 @@ def evaluated(band, shape):
     return out.numpy()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.bool_, np.int32])
 @pytest.mark.parametrize(
     ("rows", "columns", "lowest", "highest"),

@@ -51,6 +51,7 @@ def legalized(mod: tvm.IRModule, table, fold: bool) -> tvm.IRModule:
         return tvm.transform.Sequential(passes)(mod)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", KINDS)
 def test_constants_are_those_of_fold_constant_bit_for_bit(dtype):
     mod = batch_norm(dtype)

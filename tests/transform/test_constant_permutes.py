@@ -48,6 +48,7 @@ def module(dtype: str, axes=None):
     return builder.get()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("axes", [None, (1, 0), (0, 1), (-1, 0)])
 @pytest.mark.parametrize("decompose", [True, False])

@@ -91,6 +91,7 @@ def joins_of(plan):
     return [op for op in plan.graph.ops if op.is_join]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_joined_is_concatenated(case):
     plan, _, _ = apart(*REFUSED[case])
@@ -100,6 +101,7 @@ def test_what_cannot_be_joined_is_concatenated(case):
 ALWAYS = ("dense", "twice", "both axes")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "case",
     [c if c in ALWAYS else pytest.param(c, marks=pytest.mark.nightly) for c in JOINS],

@@ -16,6 +16,7 @@ from . import test_mma as mma
 from .test_hopper import check, one, run, seen, several
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_tiles_of_keys_of_other_documents_are_left_out(is_causal):
     sizes = Sizes(batch=1, heads=1, queries=150, keys=150, terms=16)
@@ -60,6 +61,7 @@ KINDS_OF_IDS = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kind", KINDS_OF_IDS)
 def test_documents_beside_bounds_are_close_to_float64(kind):
     ids = KINDS_OF_IDS[kind].astype(np.int64)[None]
@@ -86,6 +88,7 @@ def test_documents_beside_another_condition_on_points():
 # ---- mma.sync: blocks look before they begin
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 @pytest.mark.parametrize("kind", KINDS_OF_IDS)
 def test_blocks_of_mma_leave_out_what_does_not_match(kind, dtype):
@@ -97,6 +100,7 @@ def test_blocks_of_mma_leave_out_what_does_not_match(kind, dtype):
     mma.check(sizes, form, mma.config(2, 1, 16, 3), {"ids": ids}, visible=visible)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("chosen", [(1, 1, 16), (4, 2, 16)])
 def test_tiles_that_blocks_of_mma_leave_out_are_not_read(is_causal, chosen):

@@ -90,6 +90,7 @@ ADDED = {
 FAINT = FILLED | ADDED
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FAINT)
 def test_finite_numbers_leave_a_row_of_nothing_else_its_weights(name):
     func, arrays = FAINT[name].built()

@@ -136,6 +136,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_results_are_close_to_float64(name):
     sizes, form, config, expected = NUMBERS[name]
@@ -199,6 +200,7 @@ def test_added_masks_are_read_in_pairs_and_hide_rows():
     assert np.isneginf(arrays["lse"][0, 0, 3])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_added_masks_of_whole_tiles_are_exchanged_between_threads(dtype):
     # 48 columns: 32 that come by eight, 16 that come in pairs.
@@ -220,6 +222,7 @@ def test_distances_along_the_keys_are_added():
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", ["gated, scaled, residual, float32", "packed QKV", "causal and added mask"]
 )

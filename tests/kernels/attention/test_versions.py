@@ -66,6 +66,7 @@ def test_each_range_is_right_at_its_edges(monkeypatch):
         run(lowered, [*arrays, bias], bias.astype(float))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("bounds", "names"),
     [
@@ -183,6 +184,7 @@ def test_decode_is_right_where_splits_begin():
         run(lowered, [q, k, v], on_cpu=run_cuda_on_cpu)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", ["hopper", "decode", "mma"])
 def test_without_keys_results_are_zeros(form):
     """As in torch, whose products over no terms are 0."""

@@ -92,6 +92,7 @@ def rarely(cases, in_ci):
 IN_CI = ("hopper", "rims", "streams", "depthwise", "runs", "mma, by copies")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", rarely(KINDS, IN_CI))
 def test_each_form_computes_any_number_of_images(kind):
     form, conv = KINDS[kind]
@@ -127,6 +128,7 @@ ON_CPU = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", rarely(ON_CPU, ("images above positions", "parts")))
 def test_direct_convolutions_on_a_cpu_take_any_number_of_images(kind):
     conv = replace(ON_CPU[kind], any_batch=True)

@@ -50,7 +50,7 @@ def check(conv: Conv, kernel: tirx.PrimFunc | None = None) -> None:
         assert np.abs(a.astype("float64") - b).max() <= TOLERANCE[conv.dtype] * scale
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("seed", range(60))
 def test_a_random_convolution(seed):
     check(random_convolution(seed))
@@ -112,6 +112,7 @@ def form_of(conv: Conv) -> tuple[type[Writer], Convolution, Tiles]:
     return ways(read, machine_of(load_profile("llvm")))[0]
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form(name):
     form, seen, tiles = form_of(FORMS[name])
@@ -126,6 +127,7 @@ def test_a_form(name):
     check(FORMS[name])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", FORMS)
 def test_kernels_stay_inside_their_own_buffers(name):
     """Of whole images: of the last block of others, no bound of a single index says it."""
@@ -172,6 +174,7 @@ def test_transforms_keep_the_error_of_direct_sums():
     assert errors[Winograd] <= 2 * errors[FilterLanes]
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     "change",
     [

@@ -161,6 +161,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_configuration_is_close_to_float64(name):
     conv = CASES[name]
@@ -185,6 +186,7 @@ DILATED_IN_PHASES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", DILATED_IN_PHASES)
 def test_every_configuration_of_rows_in_phases_compiles(name):
     conv = DILATED_IN_PHASES[name]
@@ -268,6 +270,7 @@ def network(size: int, channels: int, taps: int, stride: int, layout: str = "NHW
 LAYERS = [(112, 64, 3, 1), (56, 144, 5, 2), (28, 240, 5, 1), (56, 96, 7, 1), (7, 768, 7, 1)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 def test_kernels_of_networks_do_not_spill(layout):
     kernels = {}

@@ -78,12 +78,13 @@ def check(case: Conv, policy=POLICY, sample: int = 2, seed: int = 0) -> int:
 TAKEN = [seed for seed in range(24) if not drawn(seed).transposed]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("seed", TAKEN)
 def test_random_convolutions_are_close_to_float64(seed):
     check(drawn(seed), seed=seed)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "case",
     [
@@ -102,6 +103,7 @@ def test_kinds_are_close_to_float64(case):
     assert check(case, sample=4) > 1
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "case",
     [  # windows of one element or one position
@@ -159,6 +161,7 @@ def test_boxes_leave_windows_of_one_position_alone():
     assert box_shape((4, 1, 6), (1, 1, 1), (0, 2, 2))[1] == 1
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     "case",
     [

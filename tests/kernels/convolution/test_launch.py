@@ -27,6 +27,7 @@ UP = Conv(
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("stride", "inside"), [(2, False), (1, True)])
 def test_a_change_of_layout_behind_phases_has_a_kernel_of_its_own(stride, inside):
     """One by one, the results of phases would be stored in parts of lines; others go by tiles."""

@@ -69,7 +69,7 @@ def close(outputs, wanted):
         assert np.abs(found.astype("float64") - expected).max() <= 1e-3 * np.abs(expected).max()
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", range(3))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_are_pooled_in_every_form_of_the_kernel(case, form):
@@ -117,7 +117,7 @@ def test_random_convolutions_pool_their_results_or_say_why_not(seed):
         close(outputs, case.expected(inputs))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", [c for c in CASES if c.is_whole or not c.stored], ids=str)
 @pytest.mark.parametrize("profile", [A100, TINY_H200], ids=lambda hw: hw.name)
 def test_results_are_pooled_by_mma(case, profile):
@@ -132,6 +132,7 @@ def test_results_are_pooled_by_mma(case, profile):
     close(outputs, wanted)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("config_kind", [RimConfig, HopperConfig, MmaConfig])
 def test_results_that_are_parts_of_a_concatenation_are_pooled(config_kind):
     """The skip of a U-Net is written where the whole has it; what is pooled is a part, too."""

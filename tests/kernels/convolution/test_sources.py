@@ -69,7 +69,7 @@ def test_a_random_concatenation_on_tensor_cores_and_cuda_cores(seed):
         on_emulator(conv, MMA.emit(found, A100, MMA_TILE))
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("seed", range(48))
 def test_a_random_concatenation_on_a_cpu(seed):
     conv = joined_convolution(seed)

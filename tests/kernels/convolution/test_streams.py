@@ -34,6 +34,7 @@ def error(got, wanted):
     return np.abs(got.astype(np.float64) - wanted).max() / np.abs(wanted).max()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "case",
     [
@@ -87,6 +88,7 @@ def norm(grouped: bool):
     return func, [x, mean, scale, gain, w], wanted.transpose(0, 2, 3, 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_zeros_of_padding_count_behind_the_function_of_an_image(grouped):
     func, inputs, wanted = norm(grouped)

@@ -72,7 +72,7 @@ SPELLINGS = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_every_spelling_is_close_to_float64(name):
     check(BY_NAME[name].with_sizes(M=19, N=19))
@@ -92,7 +92,7 @@ SEVERAL_BLOCKS = (
 )
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("name", SEVERAL_BLOCKS)
 def test_several_blocks_of_keys_and_a_tail_are_close_to_float64(name):
     check(BY_NAME[name].with_sizes(M=300, N=300, B=1, H=2, G=1))
@@ -108,6 +108,7 @@ def test_tiles_of_every_machine_are_close_to_float64(machine, queries, keys):
 HALVES = {"dtype": "bfloat16", "B": 1, "H": 2, "G": 1}
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
@@ -122,6 +123,7 @@ def test_bfloat16_is_close_to_float64(name, sizes):
     check(BY_NAME[name].with_sizes(**HALVES, **sizes))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "sizes", "terms", "keys"),
     [

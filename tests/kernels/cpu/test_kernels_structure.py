@@ -278,6 +278,7 @@ def test_transposed_reads_go_through_a_small_tile():
     assert max(shape_of(func).private) <= 64 * 64
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", [(64, 48), (1001, 99), (17, 16), (5, 70)])
 @pytest.mark.parametrize("dtype", [F32, F16, "bfloat16", "int64", "bool"])
 def test_transposing_copies_are_exact(shape, dtype):
