@@ -159,6 +159,7 @@ def without_packages(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arguments", ["--version", "--help", "compile --help", "tune --help"])
 def test_help_and_version_need_no_tvm(arguments):
     done = without_packages(*arguments.split())

@@ -46,7 +46,7 @@ def tenth() -> list[str]:
     return [name for half in halves for _, name in half[1::5]]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(40)
 @pytest.mark.parametrize("name", tenth())
 def test_a_tenth_of_the_plans_and_kernels_are_as_they_were(name):
     here, case = golden.versions(), cases()[name]

@@ -144,7 +144,7 @@ def test_under_torch_compile_the_graph_runs_in_torch_with_one_warning(always_wro
 # ---- the order -----------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("wrong", [0, 1, 2, 3])
 def test_as_little_as_need_be_gives_way(monkeypatch, wrong):
     """The first `wrong` modules are wrong as a whole, and no group by itself."""

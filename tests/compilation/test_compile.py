@@ -35,7 +35,7 @@ def smaller(inputs, dtype):
     return tuple((tuple(64 if n == 4096 else n for n in shape), dtype) for shape, _ in inputs)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize(("emit", "inputs"), ONE_LAUNCH, ids=lambda v: getattr(v, "__name__", ""))
 def test_these_run_as_one_launch_with_right_numbers(emit, inputs, dtype):
@@ -48,7 +48,7 @@ def test_these_run_as_one_launch_with_right_numbers(emit, inputs, dtype):
     assert all(g.fallback is None for g in report.groups)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("emit", "inputs"), ONE_LAUNCH, ids=lambda v: getattr(v, "__name__", ""))
 def test_these_build_as_one_kernel_for_the_h200(emit, inputs):
     planned = planned_function(module(emit, *inputs), "h200")

@@ -106,6 +106,7 @@ def several() -> CompiledFunctions:
 # ---- numbers and signatures
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SEVERAL.calls)
 @pytest.mark.parametrize("seed", range(3))
 def test_each_function_is_called_by_its_name(several, name, seed):

@@ -55,6 +55,7 @@ def folded(layers: int, words: int = 1001) -> tvm.IRModule:
     return module(emit, ((512, 256), "float16"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("keep", [False, True], ids=["last", "all"])
 def test_the_short_function_is_that_of_fewer_layers(keep):
     whole = opened(transformer(COUNT, **SMALL, keep=keep))
@@ -163,6 +164,7 @@ def test_few_layers_and_the_whole_are_solved_once(monkeypatch):
     assert len(few.groups) < len(whole.groups)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("least", "planned"), [(0.001, True), (0.2, False)])
 def test_what_changes_launches_of_little_time_is_not_planned(least, planned, decided, monkeypatch):
     """`lean_weights` stores the last weight with longer rows; nothing else finds work here."""

@@ -81,7 +81,7 @@ def _check(module: str, place: str, target: str) -> None:
         assert count <= outcome.stock.get(name, count), outcome
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(21)
 @pytest.mark.parametrize(("module", "place", "target"), USUAL_CELLS)
 def test_fuse_works_at_a_place(module, place, target, no_nvcc):
     _check(module, place, target)
@@ -338,7 +338,7 @@ def test_operators_of_each_virtual_device_are_planned_for_it(no_nvcc):
     tvm.compile(fused, CUDA_TARGET)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("target", [LLVM_TARGET, CUDA_TARGET], ids=["llvm", "cuda"])
 @pytest.mark.parametrize("by", ["string", "pipeline", "s_tir", "relax.build"])
 def test_no_second_argument_is_needed(by, target, no_nvcc):

@@ -58,6 +58,7 @@ def test_the_second_time_the_plan_is_read(searches):
     assert again_low.script() == low.script()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("other", "policy", "hw"),
     [

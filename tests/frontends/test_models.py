@@ -30,7 +30,7 @@ def check(compiled, case, most, least):
         np.testing.assert_allclose(x, want, atol=1e-4 * np.abs(want).max(), rtol=0)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("build", "most", "least", "verify"), TORCH)
 def test_a_model_of_transformers(build, most, least, verify):
     case = build()

@@ -22,7 +22,7 @@ HIDDEN_ROW[0, 3] = False
 ADDITIVE = torch.zeros(5, 5).masked_fill(~HIDDEN_ROW, -torch.inf)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 2, 3)])
 @pytest.mark.parametrize(
     "options", [{}, {"is_causal": True}, {"scale": 0.3}], ids=["plain", "causal", "scaled"]
@@ -36,6 +36,7 @@ def test_attention_of_any_rank(leading, options):
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("query", "key", "value"),
     [((2, 3), (2, 1), (1, 3)), ((2, 3), (3,), (1,)), ((1,), (2, 3), (3,))],
@@ -52,6 +53,7 @@ def test_a_query_that_sees_no_key_gets_zero(mask, leading):
     check(F.scaled_dot_product_attention, q, heads(*leading), heads(*leading), mask)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mask", [HIDDEN_ROW, ADDITIVE], ids=["boolean", "additive"])
 def test_a_mask_that_is_known_gives_the_same(mask):
     def attend(q, k, v):

@@ -40,7 +40,7 @@ def test_taps_are_those_of_pytorch(mode, old, new, align_corners):
         np.testing.assert_allclose(got, wanted, atol=2e-5)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("shape", "dtype", "options"),
     [

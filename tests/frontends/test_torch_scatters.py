@@ -50,6 +50,7 @@ def in_place(x):
     return torch.rot90(x, 3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["int8", "float16", "float32"])
 def test_updates_in_place_are_read_where_they_are_turned(dtype):
     check(in_place, values(dtype, 16, 17))
@@ -64,7 +65,7 @@ UPDATES = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("update", UPDATES)
 def test_updates_in_place_are_turned_on_a_gpu(update):
     statements = (

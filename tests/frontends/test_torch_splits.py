@@ -18,6 +18,7 @@ def split_two_ways(x):
     return torch.cat([*y.split(2, 0), *y.split(3, 0), *y.split(2, 0)], 0) + 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("function", "splits"), [(doubled_pieces, 1), (split_two_ways, 2)])
 def test_equal_splits_are_one(function, splits):
     mod = check(function, torch.arange(21.0).reshape(7, 3))

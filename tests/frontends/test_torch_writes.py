@@ -148,7 +148,7 @@ ADDED = {
 }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(36)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", ADDED)
 def test_values_are_added_where_pytorch_adds_them(case, dtype):
@@ -217,7 +217,7 @@ MASKED = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(28)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", ["bool", "int32", "float16", "float32"])
 @pytest.mark.parametrize("case", MASKED)
@@ -386,7 +386,7 @@ def written_of_cut_out(cut):
     )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("cut", CUT_OUT.values(), ids=CUT_OUT)
 def test_values_are_read_where_they_were_cut_out_of(cut):
     model, (x, w, cache, positions) = written_of_cut_out(cut)
@@ -428,6 +428,7 @@ def test_two_writes_into_one_input_are_both_in_place():
     assert x[:, 0].tolist() == [0, 1, 2, 0, 0]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "function",
     [

@@ -55,6 +55,7 @@ def test_a_seed_draws_the_same_program_whose_values_float64_agrees_with(seed):
             assert (x.double() - ref).abs().max() <= 0.1 * ref.abs().max() + 1e-3
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
 def test_each_step_draws_statements_that_torch_runs(step):
     kept = 0
@@ -135,6 +136,7 @@ def test_a_program_is_judged_on_llvm():
     assert judged(SOFTMAX, "llvm") == Verdict(RIGHT)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("off", "kind"), [(0.0, RIGHT), (4e-14, RIGHT), (4e-12, WRONG)])
 def test_float64_is_held_against_a_reference_that_rounds_as_it_does(off, kind):
     """torch and plain loops add up terms that are alike, each time off in the same direction."""
@@ -191,6 +193,8 @@ def test_a_reduced_program_is_a_test_by_itself():
 # ---- the run
 
 
+# Always: processes of `tuning/test_processes`, and those of `test_zoo`.
+@pytest.mark.nightly
 def test_processes_that_die_or_hang_end_no_run(monkeypatch, tmp_path_factory):
     end_time_of_what_hangs(monkeypatch, tmp_path_factory)
     campaign = Campaign("llvm", "here", 5)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 HIDE = """
 import ctypes, importlib, os, signal, sys
 import filelock, numpy, torch, tvm  # what others hold on to is for them to do without
@@ -46,6 +48,8 @@ def run(code: str, folder, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
 
 
+# Always: the demo here (`test_compile`), and what needs Linux.
+@pytest.mark.nightly
 def test_the_demo_is_planned_built_and_right_on_a_cpu(tmp_path):
     code = """
     from pathlib import Path

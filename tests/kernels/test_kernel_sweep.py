@@ -29,7 +29,7 @@ def test_a_sample_of_configurations_is_right(name):
     assert sum(of.right for of in tried) >= 2
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_modules_of_several_launches_are_right_in_some_configurations(name):
     tried = swept(name, 7, 6)

@@ -34,7 +34,7 @@ def test_hopper_with_its_own_features_is_told_apart():
     assert not any(OF_ONE_ALONE.search(text) for text in found.values())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @needs_nvcc
 @pytest.mark.parametrize(
     ("case", "arch"),

@@ -82,7 +82,7 @@ ONE_LAUNCH = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("emit", "inputs"), ONE_LAUNCH, ids=lambda v: getattr(v, "__name__", ""))
 def test_these_are_planned_as_one_launch(emit, inputs, device):
@@ -96,7 +96,7 @@ KNOWN = {  # and the launches of their plans
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_graphs_take_so_many_launches_and_more_by_tvms_fusion(name):
     make, expected = KNOWN[name]

@@ -113,7 +113,7 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize(("name", "cpu"), CASES)
 def test_a_cpu_takes_no_more_launches_than_a_gpu_and_no_more_memory_than_unfused(name, cpu):
     mod, on_gpu = program(name)

@@ -99,7 +99,7 @@ def test_a_page_is_there_within_a_second(opened, window, files, name):
     assert 0 < used["ScriptDuration"] <= used["TaskDuration"] < OPENS_WITHIN_S
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["10", "600"])
 def test_a_page_fits_its_window_in_both_schemes(opened, files, tmp_path, name, width):

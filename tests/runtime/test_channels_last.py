@@ -157,6 +157,7 @@ def test_saved_modules_keep_formats_and_older_files_have_none(block, tmp_path):
     assert CompiledModule.load(path).signature.formats is None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [True, {"static_outputs": True}])
 @pytest.mark.usefixtures("as_on_gpus")
 def test_graphs_read_tensors_as_they_lie(options, monkeypatch):

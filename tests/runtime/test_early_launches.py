@@ -52,6 +52,7 @@ CALLED = "tvmf_wait_for_kernels_before();"
 OTHER_ACCESSES = r"\b(LD|LDGSTS|UTMALDG|UBLKCP|STG|ST|ATOMG|RED|UTMASTG)\."
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("compiled", [False, True], ids=["source", "compiled"])
 def test_each_kernel_of_a_module_waits_before_anything_else(compiled, tmp_path, monkeypatch):
     monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path))

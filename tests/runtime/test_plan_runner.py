@@ -50,6 +50,7 @@ def test_plans_give_the_numbers_of_the_compiled_module(seed):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", [2, 7])
 def test_every_plan_of_a_graph_gives_the_numbers_of_the_unfused_one(seed):
     runner, inputs = runner_of(f"random-small:{seed}:4")

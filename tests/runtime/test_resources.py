@@ -56,6 +56,7 @@ def test_a_kernel_without_registers_is_an_error():
         parse_ptxas_log("Compiling entry function 'lost' for 'sm_90a'\n")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("compiler", ["nvcc", "nvrtc"])
 def test_resources_come_from_ptxas(tmp_path, monkeypatch, compiler):
     monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path))

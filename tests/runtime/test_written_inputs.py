@@ -82,6 +82,7 @@ def test_what_is_written_reaches_the_caller(kind):
     check_counter(CompiledModule.of(build(counter(), LLVM)), *KINDS[kind])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_captured_call_writes_once_and_reaches_the_caller(monkeypatch, kind):
     compiled, driver = captured_on_cpu(monkeypatch, counter())

@@ -258,7 +258,7 @@ def one_of():
     distributed.destroy_process_group()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("make", "processes", "rows"),
     [(Attention, 4, "out"), (Gated, 4, "down"), (Gated, 8, "down")],

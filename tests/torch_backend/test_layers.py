@@ -67,7 +67,7 @@ def test_masks_of_encoders_hide_what_they_hide_in_eager_mode(masks):
     check(lambda x: model(x, **masks), torch.randn(3, 7, 16))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("options", "read"),
     [
@@ -117,7 +117,7 @@ MASK_FUNCTIONS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("name", "changed"),
     [
@@ -149,7 +149,7 @@ def test_a_mask_that_is_made_within_the_graph_is_compiled():
     torch.testing.assert_close(run(*inputs), function(*inputs), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.float64, 1e-10), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)]
 )

@@ -213,7 +213,7 @@ def all_reduced(x):
     return functional.all_reduce(x, "sum", "0")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.usefixtures("alone", "device")
 @pytest.mark.parametrize(
     ("function", "why"),

@@ -310,7 +310,7 @@ def test_what_cannot_be_compiled_runs_in_torch_between_parts_and_is_named(
     assert len(modules) == parts
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "function",
     [

@@ -31,6 +31,7 @@ def repeats(mod) -> list[int]:
     return [getattr(i, "repeats", 1) for i in read_prim_func(func).blocks[0].reads[0].index]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("modes", [CENTRES, CORNERS])
 @pytest.mark.parametrize("size", [(10, 12), (5, 28), (10, 4, 9)])
 def test_elements_are_repeated_by_a_division(size, modes):

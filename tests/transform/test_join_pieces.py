@@ -135,7 +135,7 @@ def drawn(inputs):
     return [rng.uniform(-0.5, 0.5, shape).astype(dtype) for shape, dtype in inputs]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("what", JOINED)
 def test_pieces_of_one_tensor_are_computed_together(what):
     emit, inputs, names = JOINED[what]
@@ -337,7 +337,7 @@ REPEATED = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("what", REPEATED)
 def test_what_is_repeated_is_there_as_often(what):
     shape, function = REPEATED[what]
@@ -354,7 +354,7 @@ HUNDREDS = {
 }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.nightly
 @pytest.mark.parametrize("what", HUNDREDS)
 def test_hundreds_of_slices_are_concatenated(what):
     rows, code = HUNDREDS[what]

@@ -86,7 +86,7 @@ def planned(mod, hw=H200, rewrites=("partial_columns",)):
 # ---- what is split
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("emit", "types", "expected"),
     [

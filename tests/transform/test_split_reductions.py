@@ -156,6 +156,7 @@ def test_the_longest_row_on_the_chip_is_half_the_registers_of_a_cluster():
 # ---- the same results
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("shape", "axis", "keepdims"),
     [

@@ -9,7 +9,7 @@ import tvm_fusion
 from ..support.graphs import module
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["negative", "sign"])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int8"])
 def test_they_compile_and_are_right(name, dtype):

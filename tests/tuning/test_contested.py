@@ -150,7 +150,7 @@ def interrupted(*_):
     raise KeyboardInterrupt
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("of", "at", "how"), [(contested, "run_here", die), (processes, "wait_for", interrupted)]
 )

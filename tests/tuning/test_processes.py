@@ -104,6 +104,7 @@ def test_an_exception_is_an_answer(worker):
     assert (answer.status, answer.why) == ("error", "ValueError: no such layout")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("function", "arguments", "status", "why"),
     [
@@ -203,6 +204,7 @@ def test_a_setup_that_fails_is_told(light):
         worker.stop()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_kernels_run_on_as_many_threads_as_here(worker, monkeypatch, threads):
     monkeypatch.setattr("tvm_fusion.tuning.measure.processes.kernel_threads", lambda: threads)

@@ -74,6 +74,7 @@ def test_every_plan_is_a_solution_and_no_two_are_equal(seed):
         check_solution(space.graph, plan, space.evaluator)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(12))
 def test_the_list_holds_the_planners_plan_its_neighbours_and_random_ones(seed):
     space = random_space(f"random-small:{seed}:5")

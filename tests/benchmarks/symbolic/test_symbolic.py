@@ -23,7 +23,7 @@ TINY = Where("cpu", torch.float32, tiny=True)
 QUICK = ("softmax_columns", "transposed_sum")
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_exports_with_open_sizes_and_computes_what_its_exact_copy_does(name):
     module, inputs = made(name, TINY)

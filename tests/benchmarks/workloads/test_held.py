@@ -56,7 +56,7 @@ def check(name):
     assert row["error"] is not None
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("name", FIRST)
 def test_a_program_of_each_class_is_planned_for_a_gpu_and_right_on_a_cpu(name):
     check(name)

@@ -56,7 +56,7 @@ TRANSLATED = [n for n in workloads.VISION if n.endswith("_b1")]
 TRANSLATED += ["resnet_b1_stem", "up_8_4_512_512", "up3_8_2_128_64", "audio_3001_3_96_100"]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_every_operator_of_a_network_is_translated_to_jax(twins, name):
     exported = importlib.import_module(f"{peers.__name__}.jax.exported")
@@ -65,7 +65,7 @@ def test_every_operator_of_a_network_is_translated_to_jax(twins, name):
     assert len(arrays) > 1
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(36)
 @pytest.mark.parametrize("name", [*MORE, *workloads.SUITES["small"]])
 def test_every_further_workload_compiles_and_is_right_on_the_cpu(name):
     (row,) = run_suite([name], [], "llvm", scale=SMALL, repeats=1, budget_s=0.01)["rows"]

@@ -88,7 +88,7 @@ def test_documents_beside_another_condition_on_points():
 # ---- mma.sync: blocks look before they begin
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 @pytest.mark.parametrize("kind", KINDS_OF_IDS)
 def test_blocks_of_mma_leave_out_what_does_not_match(kind, dtype):
@@ -100,7 +100,7 @@ def test_blocks_of_mma_leave_out_what_does_not_match(kind, dtype):
     mma.check(sizes, form, mma.config(2, 1, 16, 3), {"ids": ids}, visible=visible)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("chosen", [(1, 1, 16), (4, 2, 16)])
 def test_tiles_that_blocks_of_mma_leave_out_are_not_read(is_causal, chosen):

@@ -142,7 +142,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_results_are_close_to_float64(name):
     sizes, form, chosen, expected = NUMBERS[name]
@@ -179,6 +179,7 @@ def run_stored(sizes, values=None, mask=None, how=None, where=None, chosen=SMALL
     return arrays
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", [{"layout": "packed"}, {"pad": 4}, {"pad": 2}], ids=str)
 def test_keys_lie_in_memory_as_they_like(where):
     run_stored(decode_cases.Sizes(1, 2, 1, 20, 40, 24, 24), where=where)

@@ -157,6 +157,7 @@ def test_attention_written_out(function, shapes, mask):
     attend(function, *(heads(*s) for s in shapes), *([] if mask is None else [mask]))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("function", [causal_filled, causal_added], ids=["filled", "added"])
 def test_a_causal_mask_that_the_model_makes(function):
     attention = attend(function, *(heads(2, 3) for _ in range(3)))

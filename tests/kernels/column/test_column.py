@@ -321,6 +321,7 @@ def test_the_numbers_are_right(item, chosen):
         assert_close(output, value, str(output.dtype))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "item", [c for c, _ in CASES[:1]] + [c for c, _ in CASES[-3:]] + UNALIGNED, ids=lambda c: c.name
 )
@@ -512,6 +513,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("emit", "inputs"), SMALL, ids=lambda v: str(v[0][0]) if type(v) is list else ""
 )
@@ -628,6 +630,7 @@ def test_softmax_over_axis_0_is_one_launch_of_this_class():
     assert (group.kernel_class, group.fallback) == ("column", None)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("emit", "inputs"),
     [

@@ -112,6 +112,7 @@ UNEQUAL = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("what", UNEQUAL)
 def test_products_of_unequal_sizes_are_close_to_float64(what):
     inputs = random(*UNEQUAL[what])
@@ -121,7 +122,7 @@ def test_products_of_unequal_sizes_are_close_to_float64(what):
         assert close(got, x @ w, FLOAT)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_every_tile_serves_unequal_segments(config):
     shapes = UNEQUAL["everything differs"]
@@ -132,6 +133,7 @@ def test_every_tile_serves_unequal_segments(config):
         assert close(got, x @ w, FLOAT)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [FLOAT, BRAIN])
 def test_experts_with_gate_and_up_are_close_to_float64(dtype):
     shapes = [s for t in (5, 70, 1) for s in ((t, 33), (33, 24), (33, 24))]

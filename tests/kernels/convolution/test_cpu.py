@@ -50,7 +50,7 @@ def check(conv: Conv, kernel: tirx.PrimFunc | None = None) -> None:
         assert np.abs(a.astype("float64") - b).max() <= TOLERANCE[conv.dtype] * scale
 
 
-@pytest.mark.one_in(30)
+@pytest.mark.one_in(60)
 @pytest.mark.parametrize("seed", range(60))
 def test_a_random_convolution(seed):
     check(random_convolution(seed))
@@ -112,7 +112,7 @@ def form_of(conv: Conv) -> tuple[type[Writer], Convolution, Tiles]:
     return ways(read, machine_of(load_profile("llvm")))[0]
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form(name):
     form, seen, tiles = form_of(FORMS[name])

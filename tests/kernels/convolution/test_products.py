@@ -59,7 +59,7 @@ def ways(conv: Conv, tf32: bool = False) -> list[tuple[Way, Way]]:
     return [(loop.a.way, loop.b[0].way) for s in segments for loop in s.loops]
 
 
-@pytest.mark.one_in(32)
+@pytest.mark.one_in(64)
 @pytest.mark.parametrize("seed", range(60))
 def test_a_random_convolution(seed):
     """Of every kind, at odd sizes, of few positions; in turns on tensor cores and CUDA cores."""
@@ -147,7 +147,7 @@ KINDS = {
 }
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(25)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_of_data_comes_in_by_its_way(kind):
     conv, way = KINDS[kind]
@@ -155,7 +155,7 @@ def test_a_kind_of_data_comes_in_by_its_way(kind):
     check(conv, MMA.emit(read(conv), A100, TILES[0]))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("conv", "vectors"),
     [
@@ -183,7 +183,7 @@ def test_indices_may_take_64_bits(name, monkeypatch):
     check(conv, kernel)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_table_of_terms_is_written_before_it_is_read(seed):
     """17 steps of a ring of 3 stages, in any order of warps."""
@@ -252,7 +252,7 @@ PHASES = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("form", ["mma", "simt"])
 @pytest.mark.parametrize("conv", PHASES, ids=range(len(PHASES)))
 def test_phases_are_put_together(conv, form):
@@ -271,7 +271,7 @@ DEPTHWISE_UP = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("form", ["mma", "simt"])
 @pytest.mark.parametrize("conv", DEPTHWISE_UP, ids=range(len(DEPTHWISE_UP)))
 def test_groups_of_one_channel_read_the_taps_of_their_phases(conv, form):
@@ -285,7 +285,7 @@ def test_groups_of_one_channel_read_the_taps_of_their_phases(conv, form):
         check(conv, SIMT.emit(read(conv), H200, SIMT.rank(read(conv), H200, POLICY)[0][1]))
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(20)
 @pytest.mark.parametrize("seed", range(24))
 def test_a_random_transposed_convolution_in_groups(seed):
     """Of one or more channels a group; in turns on tensor cores and CUDA cores."""
@@ -325,7 +325,7 @@ ONE = Conv((3, 1), (3, 1), 8, 16, strides=(2, 2), transposed=True, output_paddin
 """Data of one element along an axis, beside which there are results of no element."""
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("form", ["mma", "simt"])
 @pytest.mark.parametrize(
     "conv", [ONE, replace(ONE, sizes=(1, 4), kernel=(1, 3), output_padding=(1, 0))]

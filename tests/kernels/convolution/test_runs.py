@@ -237,6 +237,7 @@ def test_the_first_configurations_compile_without_spills(arch, hw):
     assert [r.kernel for r in found if r.spill_bytes > allowed.get(r.kernel, 0)] == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["stem", "small_stem", "patches", "odd"])
 @pytest.mark.parametrize("hw", [A100, H200], ids=["A100", "H200"])
 def test_stems_are_thought_to_be_fastest_as_runs(name, hw):

@@ -15,6 +15,7 @@ from ...support.module_on_cpu import EmulatedModule
 HW = load_profile("nvidia_h100")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_product_of_a_flipped_operand_is_right_on_a_gpu(axis):
     mod = module(

@@ -125,7 +125,7 @@ CASES = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", CASES)
 def test_segments_of_their_own_are_close_to_float64(name):
     check(*CASES[name])
@@ -144,7 +144,7 @@ def test_tiles_of_all_kinds_serve_unequal_segments(tile, staged):
     check(graphs.separate, products, EVERYTHING_DIFFERS, config)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("tile", [(64, 128), (128, 128)])
 @pytest.mark.parametrize(
     ("emit", "reference", "shapes"),
@@ -163,7 +163,7 @@ def test_a_deferred_epilogue_stores_into_the_segment_of_its_own_tile(emit, refer
 UPDATES = ((136, 200), (200, 192), (136, 192), (40, 200), (200, 64), (40, 64))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("deferred", "boxes", "stages"),
     [(True, 2, 4), (False, 2, 4), (False, 4, 3)],

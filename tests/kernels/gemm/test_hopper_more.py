@@ -138,6 +138,7 @@ def test_tall_tiles_are_chosen_where_they_fill_a_wave_and_for_few_waves_only():
     assert all(config.block_m <= 128 for _, config in many)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("terms", "split"), [(192, 2), (328, 4), (520, 8)])
 def test_shares_of_unequal_length_give_the_whole_sum(terms, split):
     shapes = [(100, terms), (72, terms)]
@@ -213,7 +214,7 @@ NARROW = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("out_dtype", "config"), NARROW)
 def test_products_of_8_bit_floats_are_close_to_float64(out_dtype, config):
     shapes = [(136, 400), (192, 400)]
@@ -326,7 +327,7 @@ SHARED = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("name", "config"),
     [pytest.param(n, c, id=f"{n}-{c.block_m}x{c.block_n}-{c.staged}") for n, c in SHARED],
@@ -517,6 +518,7 @@ def masked(bb, x, w, mask, other):
     return op.permute_dims(bb.emit(op.where(mask, product, other)), (1, 0))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("config", [direct(192, 128), direct(128, 128)], ids=["ragged", "whole"])
 def test_a_mask_is_read_for_existing_rows_and_columns_only(config):
     m, n, k = 256, 136, 64

@@ -81,7 +81,7 @@ def named(name: str) -> Case:
 # ---- numbers
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize(
     ("case", "config"),
     [(c, CONFIGS[i % len(CONFIGS)]) for i, c in enumerate(TENSOR_CORE_CASES)],
@@ -93,7 +93,7 @@ def test_the_kernel_is_close_to_float64(case, config):
     check(case, emit(case, config))
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.block_m}x{c.block_n}")
 def test_every_tile_is_close_to_float64(config):
     shapes = [(2 * config.block_m + 8, 72), (72, config.block_n + 40), (config.block_n + 40,)]
@@ -101,7 +101,7 @@ def test_every_tile_is_close_to_float64(config):
     check(found, emit(found, config))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("tile", "stages", "terms"),  # 2, 9 and 18 steps of 64 terms
     [
@@ -165,7 +165,7 @@ PITCHES = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("graph", "x", "w", "way"), PITCHES, ids=[str(n) for n in range(len(PITCHES))]
 )
@@ -365,7 +365,7 @@ def product_of_rows(x, w):
     return [x @ w.T]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("graph", "x", "w", "way"), FLOATS, ids=range(len(FLOATS)))
 @pytest.mark.parametrize("config", SPLIT + GROUPS, ids=lambda c: f"{c.block_m}x{c.block_n}")
 def test_float32_of_any_layout_is_multiplied_in_parts(graph, x, w, way, config):
@@ -378,6 +378,7 @@ def test_float32_of_any_layout_is_multiplied_in_parts(graph, x, w, way, config):
     check(found, emit(found, config))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("config", [GROUPS[0], MORE_STAGES], ids=lambda c: f"{c.stages}")
 def test_parts_of_a_step_are_split_while_those_before_are_multiplied(config, monkeypatch):
     monkeypatch.setattr(kernel_of_warps, "GROUP_STEPS", 2)
@@ -402,7 +403,7 @@ BESIDE = (
 )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", BESIDE)
 def test_warpgroups_multiply_parts_of_float32_beside_what_is_computed(name):
     found = dataclasses.replace(named(name), inputs=small(named(name).inputs))
@@ -525,6 +526,7 @@ def test_exact_rounding_is_close_to_float64():
     check(found, emit(found, CONFIGS[6], exact=True), slack=4.0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
 def test_outputs_leave_wide_or_in_pairs(wide, dtype):

@@ -109,6 +109,7 @@ def test_rows_and_columns_beyond_the_matrix_are_not_read(writer, number):
     assert_right(cases(100, 64, 72)[number], writer)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", KINDS, ids=[c.name for c in cases(9, 8, 8)])
 def test_the_product_of_few_rows_reads_none_that_do_not_exist(number):
     assert_right(cases(5, 128, 72)[number], "skinny")

@@ -119,7 +119,7 @@ HOPPER = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", HOPPER)
 def test_numbers_of_the_hopper_kernel(name):
     case, form = HOPPER[name]
@@ -171,6 +171,7 @@ def test_large_products_compile_without_spills(name):
 # ---- the other kernels
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", ["halves", "interleaved", "halves to neighbours"])
 def test_numbers_of_the_kernel_for_mma_sync(way):
     case = rotary_case(way, 64, (2,), (1,), rows=(2, 20), k=64)

@@ -107,6 +107,7 @@ def test_a_block_takes_a_sequence(made, sizes):
     check(made, emit_alone(made, H200, config), sizes)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("made", "sizes", "options"),
     [
@@ -128,7 +129,7 @@ def test_blocks_exchange_hidden_states_over_a_grid_barrier(made, sizes, options)
     check(made, lowered, sizes)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("made", "sizes", "config"),
     [
@@ -143,7 +144,7 @@ def test_float32_is_spread_without_tensor_cores(made, sizes, config):
     check(made, emit_floats(made, H200, config), sizes)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("made", "sizes", "blocks"),
     [
@@ -174,6 +175,7 @@ def test_small_recurrences_are_kept_and_large_ones_spread():
         kept_configs(Recurrence(Cell.LSTM, 3, 4, 512, "float16", False), H200)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("emit", [emit_kept, emit_spread])
 def test_barriers_are_enough(emit):
     made = Recurrence(Cell.LSTM, 3, 2, 64, "float16", False)

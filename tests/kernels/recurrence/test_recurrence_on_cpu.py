@@ -25,7 +25,7 @@ def tensor_of(array):
     return tensor
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize(
     ("made", "machine", "sizes", "cores"),
     [

@@ -79,13 +79,13 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_rows_and_sums_over_rows_have_the_right_numbers(case):
     check(case)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "config",
     [
@@ -332,7 +332,7 @@ def test_statistics_of_shifted_rows_have_the_right_numbers_on_the_device():
     assert_right(case, func, kernel)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("columns", [1000, 4098, 8191, 16392, 65536])
 def test_what_the_class_takes_it_can_write(columns, dtype):

@@ -79,7 +79,7 @@ def test_each_range_of_lengths_is_right_at_its_edges(name, monkeypatch):
             assert_close(y, reference(*(x.astype(float) for x in inputs)), HALF)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("name", "bounds"),
     [

@@ -129,7 +129,7 @@ def test_neighbouring_rows_are_scanned_side_by_side(shape, dtype, number):
     assert_close(found, reference(x, 1), dtype)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["cummax", "cummin", "logcumsumexp"])
 @pytest.mark.parametrize(("shape", "axis"), [((3, 301), 1), ((65, 6), 0)], ids=str)
 def test_extrema_and_logarithms_keep_nan_and_infinities(name, shape, axis):
@@ -184,6 +184,7 @@ def around(bb, x, y, w):
     return relax.Tuple([bb.emit(op.astype(behind, HALF)), before, bb.emit(op.add(first, w))])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shape", [(5, 1000, 1), (3, 90, 40)], ids=str)
 def test_work_before_between_and_behind_is_in_the_same_launch(shape):
     x, y = drawn(shape, HALF), drawn(shape, HALF)
@@ -277,7 +278,7 @@ RESHAPED = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("shape", "scanned_shape", "axis"), RESHAPED, ids=str)
 def test_reshapes_before_and_behind_a_scan_are_in_its_launch(shape, scanned_shape, axis):
     emit = reshaped(shape, scanned_shape, axis)
@@ -513,6 +514,7 @@ def test_other_classes_compute_no_scans_and_say_so():
     assert [g.kernel_class for g in groups] == ["scan", "row"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("emit", "shape", "registers"),
     [

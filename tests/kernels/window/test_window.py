@@ -44,7 +44,7 @@ def check(emit, expected, shapes, dtype, config):
     assert_close(results[0], wanted.numpy(), dtype)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("shape", "taps", "stride", "padding", "dilation", "dtype", "config"),
     [
