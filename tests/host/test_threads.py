@@ -150,6 +150,7 @@ COUNT = """if True:
 """
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("variables", "threads", "said"),
     [

@@ -66,6 +66,7 @@ def test_the_result_names_functions_and_folder_in_ten_lines(tuned):
     assert str(folder) in lines[-1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("around", [False, True], ids=["argument", "with"])
 def test_compile_uses_it_for_every_function(tuned, settled, around):
     folder, result = tuned

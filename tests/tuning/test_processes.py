@@ -204,13 +204,14 @@ def test_a_setup_that_fails_is_told(light):
         worker.stop()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_kernels_run_on_as_many_threads_as_here(worker, monkeypatch, threads):
     monkeypatch.setattr("tvm_fusion.tuning.measure.processes.kernel_threads", lambda: threads)
     assert ask(worker, requests.threads).value == min(threads, len(usable_cores()))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("torch", [False, True])
 def test_a_process_that_needs_no_torch_imports_none(torch):
     worker = Worker("tested", torch=torch)

@@ -14,6 +14,7 @@ from ..support.kernel_cases import fuse
 from ..support.tune_functions import CUDA, LLVM, evolving, fused, layer_norm, softmax, texts_of
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("target", [LLVM, CUDA], ids=["llvm", "cuda"])
 def test_a_replayed_text_is_the_very_candidate(target):
     func = fused("softmax")
@@ -57,6 +58,7 @@ STOCK_CASES = {
 ON_TENSOR_CORES = ("convolution", "product")
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", STOCK_CASES)
 def test_candidates_of_tvms_rules_for_cuda_come_back_as_they_were(name):
     emit, *inputs = STOCK_CASES[name]

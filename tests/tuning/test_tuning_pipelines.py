@@ -73,6 +73,7 @@ REPORTS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("around", [False, True], ids=["argument", "with"])
 @pytest.mark.parametrize("way", REPORTS)
 def test_reports_say_what_was_chosen(folder, way, around):
