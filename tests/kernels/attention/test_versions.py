@@ -93,6 +93,23 @@ def test_within_bounds_there_is_no_kernel_for_other_sizes(bounds, names, monkeyp
             run(lowered, [*arrays, bias], bias.astype(float))
 
 
+def test_kernels_for_multiples_have_tiles_that_vectors_leave_registers_for(monkeypatch):
+    func = biased(12, tirx.Var("n", "int64"))
+    func = with_known_sizes(func, dict.fromkeys(sizes_of(func), Bounds(0, 2000)))
+    written_as, branches = [], versions._branches
+
+    def noted(writer, problem, found, *others):
+        written_as.append([version.config for version in found])
+        return branches(writer, problem, found, *others)
+
+    monkeypatch.setattr(versions, "_branches", noted)
+    assert write_attention_versions(WRITER, func, H200, POLICY) is not None
+    anywhere, multiples = written_as
+    wanted = WRITER.ranked(WRITER.read(biased(12, 2000), False), H200, POLICY)[0][1]
+    assert multiples[-1] == wanted
+    assert anywhere[-1] != wanted
+
+
 def apart(heads, queries, keys, *bias):
     """Queries and keys of their own numbers."""
     points = ((1, heads, keys, HEAD), HALF)

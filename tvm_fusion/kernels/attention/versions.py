@@ -94,13 +94,13 @@ def write_attention_versions(
             return joined(branches, func) if branches else None
         multiple = Multiple.made(func, *size.vars, OF)
         aligned = writer.read(multiple.func, exact)
+        others = tables_by_size(writer, func, size, aligned, ends, hw, policy)  # larger tiles fit
         if size.bounds.multiple % OF == 0:
-            tables = tables_by_size(writer, func, size, aligned, ends, hw, policy)
-            branches = _branches(writer, aligned, _fewest(tables, MOST), size, hw, policy)
+            branches = _branches(writer, aligned, _fewest(others, MOST), size, hw, policy)
             branches = [replace(branch, sizes=multiple.sizes) for branch in branches]
             return joined(branches, func) if branches else None
         anywhere = _branches(writer, problem, _fewest(tables, ANYWHERE), size, hw, policy)
-        branches = _branches(writer, aligned, _fewest(tables, ALIGNED), size, hw, policy)
+        branches = _branches(writer, aligned, _fewest(others, ALIGNED), size, hw, policy)
     except Unsupported:
         return None  # the one kernel is chosen among those that can be written
     found = [*(_of_multiples(branch, multiple) for branch in branches), *anywhere]
