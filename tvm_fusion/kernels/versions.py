@@ -41,6 +41,7 @@ from .program.expr import (
     number,
     variables,
 )
+from .program.extents import equal_sizes
 
 LOSS = 1.03
 MOST = 6  # versions
@@ -147,9 +148,11 @@ class Multiple:
         return {self.quotient: tirx.FloorDiv(self.size, constant(self.of, dtype_of(self.size)))}
 
 
-def known_size(func: tirx.PrimFunc) -> Size | None:
-    """The one symbolic size of a function's parameters; None where there are others or none."""
-    var = symbolic_size(func)
+def known_size(func: tirx.PrimFunc, passed: bool = False) -> Size | None:
+    """The one symbolic size of a function's parameters; None where there are others or none, or it
+    is a parameter itself and not to be `passed`.
+    """
+    var = symbolic_size(func, passed)
     return None if var is None else Size((var,), known_sizes(func).get(var, Bounds()))
 
 
@@ -166,12 +169,18 @@ def read_at(sizes: Sequence[int], bounds: Bounds) -> list[int]:
     return found or [bounds.nearest(sizes[-1])]
 
 
-def symbolic_size(func: tirx.PrimFunc) -> Var | None:
-    """The one symbolic size of a function's parameters; None where there are others or none."""
+def symbolic_size(func: tirx.PrimFunc, passed: bool = False) -> Var | None:
+    """The one symbolic size of a function's parameters; None where there are others or none, or it
+    is a parameter itself, as n where all shapes have n // 8, and not to be `passed`.
+    """
     buffers = [p for p in func.params if isinstance(p.ty, tirx.BufferType)]
     extents = [e for p in buffers for e in p.ty.shape if not isinstance(e, tirx.IntImm)]
     found = list(dict.fromkeys(variables(*extents)))
-    return found[0] if len(found) == 1 and len(buffers) == len(func.params) else None
+    if len(found) != 1:
+        return None
+    others = [p for p in func.params if p not in buffers]
+    known = all(passed and p.same_as(found[0]) for p in others)
+    return found[0] if known else None
 
 
 def with_size(func: tirx.PrimFunc, size: Var, value: int | Expr) -> tirx.PrimFunc:
@@ -278,7 +287,8 @@ def _boxes(times: Mapping[tuple[int, int], dict[Any, tuple[float, Any]]], loss: 
 
 def is_empty(func: tirx.PrimFunc) -> bool:
     """Whether a parameter of known sizes has no element, as ``x[100:]`` of few rows."""
-    extents = (number(extent) for param in func.params for extent in param.ty.shape)
+    shapes = (p.ty.shape for p in func.params if isinstance(p.ty, tirx.BufferType))
+    extents = (number(extent) for shape in shapes for extent in shape)
     return any(extent is not None and extent < 1 for extent in extents)
 
 
@@ -351,35 +361,36 @@ def kind_of(config: Any) -> Any:
 
 
 def for_fewer(
-    kernel: tirx.PrimFunc, func: tirx.PrimFunc, size: Var, outputs: Iterable[int]
+    kernel: tirx.PrimFunc, func: tirx.PrimFunc, rows: Expr, outputs: Iterable[int]
 ) -> tirx.PrimFunc | None:
-    """A kernel of `func` at a value of its size as one for 1 to so many; None where its parameters
-    do not have the size alone as an extent, or it does not store elements of `outputs` one by one.
+    """A kernel of `func` for a number of its symbolic `rows` as one for 1 to so many; None where
+    its parameters have other symbolic extents, or it does not store elements of `outputs` one by
+    one.
 
         y[i] = f(x[i])    ->    if i < n: y[i] = f(x[min(i, n - 1)])
 
-    Right where what is stored depends on nothing else that has the same place along the size.
+    Right where what is stored of a row depends on no other, and not on how many there are.
     """
     axes: dict[Var, list[int]] = {}
     for param, like in zip(kernel.params, func.params, strict=True):
-        found = [i for i, e in enumerate(like.ty.shape) if not isinstance(e, tirx.IntImm)]
-        if not all(like.ty.shape[i].same_as(size) for i in found):
+        shape = like.ty.shape if isinstance(like.ty, tirx.BufferType) else ()
+        axes[param] = [i for i, e in enumerate(shape) if not isinstance(e, tirx.IntImm)]
+        if not all(equal_sizes(shape[i], rows) for i in axes[param]):
             return None
-        axes[param] = found
     stored: set[Var] = set()
 
     def read(load: TensorLoad) -> Expr:
         indices = list(load.indices)
         for axis in axes.get(load.source, ()):
             index = indices[axis]
-            last = convert(size, dtype_of(index)) - constant(1, dtype_of(index))
+            last = convert(rows, dtype_of(index)) - constant(1, dtype_of(index))
             indices[axis] = tirx.Min(index, last)
         return tirx.BufferLoad(load.source, indices) if axes.get(load.source) else load
 
     def store(node: tirx.BufferStore) -> tirx.Stmt:
         stored.add(node.buffer)
         there = (node.indices[axis] for axis in axes.get(node.buffer, ()))
-        exists = conjunction(*(index < convert(size, dtype_of(index)) for index in there))
+        exists = conjunction(*(index < convert(rows, dtype_of(index)) for index in there))
         return node if exists is None else tirx.IfThenElse(exists, node, None)
 
     body = tvm_ffi.structural_map(kernel.body, [(TensorLoad, read), (tirx.BufferStore, store)])

@@ -258,6 +258,37 @@ def test_few_rows_have_a_kernel_for_so_many_or_fewer(thin, rows):
     assert np.array_equal(y[rows:], behind, equal_nan=True)
 
 
+@pytest.mark.parametrize("size", [8, 32, 40, 48, 160, 568])
+def test_rows_of_a_size_that_is_passed_have_versions(size, monkeypatch):
+    monkeypatch.setattr(versions, "ROWS", (4, 20, 70))
+    monkeypatch.setattr(versions, "least_loss", _one_each)
+    func = product(tirx.FloorDiv(tirx.Var("n", "int64"), tirx.IntImm("int64", 8)))
+    func = within(func, Bounds(8, 8192, 8))
+    (n,) = sizes_of(func)
+    *inputs, output = func.params
+    func = tirx.PrimFunc([*inputs, n, output], func.body, func.ret_type, attrs=func.attrs)
+    lowered = lower(write_kernel(func.with_attr(OUTPUTS_ATTR, 1), "gemm", A100, POLICY))
+    assert len(lowered.versions) == 2
+    rng = np.random.default_rng(size)
+    x, w = (rng.standard_normal(shape).astype("float16") for shape in ((size // 8, 64), (64, 96)))
+    y = poisoned((size // 8, 96), "float16")
+    assert run_cuda_on_cpu(lowered, [x, w, size, y]) == 1
+    assert_close(y, np.maximum(x.astype(float) @ w.astype(float), 0), "float16")
+
+
+def test_products_of_known_rows_are_ranked_once(monkeypatch):
+    """Four of n rows."""
+    n = tirx.Var("n", "int64")
+
+    def some(bb, x, places, w):
+        return op.matmul(bb.emit(op.take(x, places, axis=0)), w)
+
+    func = fuse(some, ((n, 64), "float16"), ((4,), "int32"), ((64, 96), "float16"))
+    monkeypatch.setattr(versions, "tables_by_size", lambda *_: pytest.fail("ranked by size"))
+    monkeypatch.setattr(versions, "least_loss", lambda *_: pytest.fail("ranked by rows"))
+    assert write_versions(WRITER, func, H200, POLICY) is None
+
+
 def turned(bb, x, w):
     return op.matmul(bb.emit(op.flip(x, 0)), w)
 

@@ -75,7 +75,7 @@ def write_versions(
     and where one kernel is as good.
     """
     exact = policy.rounding == "exact"
-    size = known_size(func)
+    size = known_size(func, passed=True)
     if size is None and len(sizes_of(func)) > 1:
         size = _rows_of_several(func, writer.read(func, exact))
     if size is None:
@@ -84,6 +84,12 @@ def write_versions(
     if bounds.multiple > 1 and _reads_symbolic_rows(func):
         whole = Multiple.made(func, *size.vars, bounds.multiple)
     problem = writer.read(func if whole is None else whole.func, exact)
+    if problem.is_static:
+        return (
+            None
+            if bounds == Bounds()
+            else joined([Branch(writer.emit(problem, hw, policy), None, "beyond")], func)
+        )
     if whole is None and _has_symbolic_rows_only(problem):
         return _by_rows(writer, func, size, problem, hw, policy)
     tables = tables_by_size(writer, func, size, problem, read_at(SIZES, bounds), hw, policy)
@@ -155,6 +161,9 @@ def _by_rows(
     rows = Rows(size, problem.M)
     spans = list(_spans(writer, func, size, rows, hw, policy))
     left_out: set[Any] = set()
+    if not _rows_are_alike(size, problem):
+        kinds = (kind for span in spans for kind in (*span.first.times, *span.last.times))
+        left_out |= {kind for kind in kinds if isinstance(kind, SkinnyConfig)}
     while spans:
         chosen = least_loss(spans, left_out)
         if len(set(chosen)) < (2 if size.bounds == Bounds() else 1):
@@ -210,19 +219,19 @@ def _thin(
     hw: HardwareProfile,
     policy: Policy,
 ) -> tirx.PrimFunc:
-    """The kernel of the skinny form for a size, as one for any up to that: rows do not depend on
-    how many there are.
-    """
-    if len(size.vars) > 1:
-        raise Unsupported("few rows of several symbolic sizes")
-    if any(_mentions(expr, size.vars[0]) for expr in _expressions(problem)):
-        raise Unsupported("few rows that are computed of how many there are")
+    """The kernel of the skinny form for a size, as one for any up to that."""
     known = writer.read(size.known(func, most), policy.rounding == "exact")
     outputs = {output.param for s in known.segments for output in s.outputs}
-    kernel = for_fewer(writer.emit(known, hw, policy, config), func, size.vars[0], outputs)
+    kernel = for_fewer(writer.emit(known, hw, policy, config), func, problem.M, outputs)
     if kernel is None:
-        raise Unsupported("few rows of which several are an element of the size")
+        raise Unsupported("few rows in parameters with other symbolic extents")
     return kernel
+
+
+def _rows_are_alike(size: Size, problem: Contraction) -> bool:
+    """Whether one symbolic size makes the rows, and nothing else is computed of it."""
+    first, *others = size.vars
+    return not others and not any(_mentions(expr, first) for expr in _expressions(problem))
 
 
 def _expressions(problem: Contraction) -> Iterator[Expr]:
@@ -387,5 +396,5 @@ def _rows_of_several(func: tirx.PrimFunc, problem: Contraction) -> Size | None:
 
 def _reads_symbolic_rows(func: tirx.PrimFunc) -> bool:
     """Whether vectors of some parameter depend on what divides the size."""
-    shapes = (param.ty.shape for param in func.params)
+    shapes = (param.ty.shape for param in func.params if isinstance(param.ty, tirx.BufferType))
     return any(len(shape) and not isinstance(shape[-1], tirx.IntImm) for shape in shapes)
