@@ -1,6 +1,7 @@
 """Row kernels for ranges of a symbolic size: which, and right at the edges of each."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from tvm_fusion.ir.graph import OUTPUTS_ATTR, VERSIONS_ATTR
 from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.row import versions
 from tvm_fusion.kernels.row.candidates import row_ranked, work_of
+from tvm_fusion.kernels.row.config import RowConfig
+from tvm_fusion.kernels.row.cost import estimate_rows
 from tvm_fusion.kernels.row.forms import WRITER
 from tvm_fusion.kernels.row.versions import length_tables, write_row_versions
 from tvm_fusion.kernels.versions import MOST, Multiple
@@ -156,6 +159,63 @@ def test_predicted_times_are_those_of_the_length():
         fixed = analyze(fuse(softmax, ((4096, columns), HALF)), False)
         seconds = [s for s, config in row_ranked(fixed, H200) if config.form != "bulk"]
         assert table[0][0] == pytest.approx(min(seconds), rel=0.02)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_versions_are_those_that_lose_least_in_all(most):
+    first, second, third = (RowConfig(threads=threads) for threads in (8, 16, 32))
+    losses = {
+        first: [0.0, 0.5, math.inf, math.inf],
+        second: [0.3, 0.0, 0.1, math.inf],
+        third: [0.9, 0.4, 0.2, 0.0],
+    }
+    ends, found = [8, 16, 32, 64], versions._fewest(versions._Priced([8, 16, 32, 64], losses), most)
+    known = [(version.config, version.most) for version in found.versions]
+    assert (
+        known
+        == {
+            1: [(third, None)],
+            2: [(second, 32), (third, None)],
+            3: [(first, 8), (second, 32), (third, None)],
+        }[most]
+    )
+    start, loss = 0, 0.0
+    for config, end in known:
+        stop = len(ends) if end is None else ends.index(end) + 1
+        loss += sum(losses[config][start:stop]) + versions.SLIGHT
+        start = stop
+    assert found.loss == pytest.approx(loss)
+
+
+def test_rows_of_few_columns_are_computed_element_by_element():
+    """Whether vectors divide them is not asked: the first kernel is for all of them."""
+    names = list(written(fuse(softmax, ((4096, N), HALF))).attrs[VERSIONS_ATTR])
+    assert int(names[0]) == versions.SHORT
+    assert str(names[1]).startswith("of8_")
+    bounded = with_known_sizes(
+        func := fuse(softmax, ((64, N), HALF)), {sizes_of(func)[0]: Bounds(0, 20)}
+    )
+    lowered = lower(written(bounded))
+    assert not lowered.versions
+    for length in (1, 7, 20):
+        x = np.random.default_rng(length).standard_normal((64, length)).astype(HALF)
+        y = poisoned(x.shape, HALF)
+        run_cuda_on_cpu(lowered, [x, y])
+        assert_close(y, softmax_of(x.astype(float)), HALF)
+
+
+def test_what_lies_beyond_the_end_of_a_row_costs_a_group_at_most():
+    """A version for rows of 8192 takes a row of 1025 a quarter of its vectors."""
+    func, _, _ = cases(4096)["softmax"]
+    program = analyze(func, False)
+    work = work_of(program, H200)
+    config = RowConfig(threads=64, most=8192)
+    short, long = (
+        estimate_rows(replace(work, columns=columns), config, H200).time_us
+        for columns in (1025, 8192)
+    )
+    exact = estimate_rows(replace(work, columns=1025), replace(config, most=1025), H200).time_us
+    assert exact < short < long / 2
 
 
 def test_a_number_of_rows_has_a_kernel_that_loses_little_at_any():

@@ -39,6 +39,8 @@ AHEAD = 48
 """Elements that a thread may hold for the compiler to load shared vectors ahead."""
 REGISTER_STEP = 8
 """Registers are given to threads in multiples of this."""
+GROUPS = 4
+"""In so many groups a thread holds its vectors of a row of symbolic length."""
 ENDS = 4
 """Threads that hold the vectors at the ends of a row apart from the others: there are three."""
 SPILLED_BYTES = 24
@@ -87,6 +89,11 @@ def registers_limit(config: RowConfig, hw: HardwareProfile) -> float:
     blocks = max(1, config.min_blocks)
     share = hw.registers_per_sm // (config.threads * config.rows * blocks)
     return min(hw.max_registers_per_thread, share // REGISTER_STEP * REGISTER_STEP)
+
+
+def group_of(count: int) -> int:
+    """Vectors of a thread of a group, where a thread has `count` for the longest row."""
+    return -(-count // GROUPS)
 
 
 def elements_a_thread(work: RowWork, config: RowConfig) -> int:
@@ -171,6 +178,10 @@ class _Model:
         self.resources: RowResources = row_resources(work, config, hw)
         self.cycle = 1 / (hw.clock_ghz * 1e9)
         self.chunks = chunks_a_thread(work, config, work.columns)
+        if config.most:  # what lies beyond the end of the row is predicated within a group
+            most = chunks_a_thread(work, config, config.most)
+            each = group_of(most)
+            self.chunks = min(most, -(-self.chunks // each) * each)
         self.each = self.chunks * config.width
         self.blocks = -(-work.rows // config.rows) * config.cluster
         self.streams = config.form is Form.LOOP or not work.held_again(config.runs_online)

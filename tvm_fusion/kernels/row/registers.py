@@ -8,6 +8,7 @@ Held by less than a warp (several rows a warp), by warps of one block, or by a c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
@@ -16,7 +17,7 @@ from ...errors import Unsupported
 from ..gpu.frame import then
 from ..program.expr import convert
 from ..program.program import Extent, Reduction, Tile
-from .cost import ENDS
+from .cost import ENDS, group_of
 from .exchange import carried, finite, is_arg, rescale, warp_reduce
 from .steps import Chunk, Load, Step
 from .sweeps import WARP, RowKernel
@@ -101,11 +102,12 @@ class RegisterRows(RowKernel):
             with then(whole * stride + self.walker() < self.share):
                 emit(self.chunk(whole))
         elif rest > 1:
-            with (
-                T.unroll(rest) as step,
-                then((step + whole) * stride + self.walker() < self.share),
-            ):
-                emit(self.chunk(step + whole))
+
+            def emit_one(step: Expr) -> None:
+                with then(step * stride + self.walker() < self.share):
+                    emit(self.chunk(step))
+
+            self._in_groups(emit_one, whole, rest, self.share)
 
     def _each_window(self, emit: Callable[[Chunk], None]) -> None:
         """`emit` for every chunk; those that may stick out of the row under guards."""
@@ -131,13 +133,31 @@ class RegisterRows(RowKernel):
         """
         windows, stride, width = self.windows, self.stride, self.config.width
         between = self.chunks - 1
-        with T.unroll(between - whole) as step:
-            number = (step + whole) * stride + self.walker()
+
+        def emit_one(step: Expr) -> None:
+            number = step * stride + self.walker()
             with then(number < windows.interior):
-                emit(Chunk(windows.vector(number, edge=False), (step + whole) * width))
+                emit(Chunk(windows.vector(number, edge=False), step * width))
+
+        self._in_groups(emit_one, whole, between - whole, windows.interior)
         number = T.Bind(convert(self.walker(), self.index) + windows.interior)
         with then(number < windows.count):
             emit(Chunk(windows.vector(number, edge=True), between * width, edge=True))
+
+    def _in_groups(
+        self, emit: Callable[[Expr], None], first: int, count: int, end: Expr | int
+    ) -> None:
+        """`emit` for so many of a thread's vectors, in groups of which those that lie beyond the
+        end of the row are branched around.
+        """
+        each = group_of(count)
+        for start in range(first, first + count, each):
+            begins = None if start == first else start * self.stride < end
+            with (
+                nullcontext() if begins is None else then(begins),
+                T.unroll(min(each, first + count - start)) as step,
+            ):
+                emit(step + start)
 
     # ---- phases
 

@@ -1,6 +1,7 @@
 """Row kernels for ranges of a size that is known at the call.
 
-    if n % 8 == 0 and n <= 128:   eight rows of 16 threads a block, each in registers
+    if n <= 32:                   a row of 8 threads, element by element
+    elif n % 8 == 0 and n <= 128: eight rows of 16 threads a block, each in registers
     elif n % 8 == 0 and n <= 2048:  a row of 128 threads, in registers
     elif n <= 1024: ...           the same for rows that start anywhere in memory
     else:                         a row of 256 threads that stream it
@@ -14,6 +15,7 @@ Does not handle: rows in shared memory (`Form.BULK`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,7 +35,7 @@ from .candidates import bounded, candidates_of, ranked, work_of
 from .config import Form, RowConfig
 from .cost import estimate_rows
 from .kernel import emit_row
-from .work import ASSUMED_EXTENT, RowWork
+from .work import ASSUMED_EXTENT, RowWork, row_work
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile, Policy
@@ -42,10 +44,14 @@ COLUMNS = tuple(1 << exponent for exponent in range(5, 17))
 ROWS = (4, 16, 64, 256, 1024, 4096, 16384)
 WORTH = 1.10
 """What the fastest of a size may take at most to be asked about other sizes, of its time."""
-ALIGNED, ANYWHERE, OF_ROWS = 3, 3, 3
-"""Most versions for lengths that vectors divide and registers hold, for others, and for numbers of
-rows; together as many as `versions.MOST`. A kernel takes nvcc some 0.5 s.
+ANYWHERE, OF_ROWS = 3, 3
+"""Most versions for lengths of which it is not asked whether vectors divide them, and for numbers
+of rows. A kernel takes nvcc some 0.5 s.
 """
+SHORT = 32
+"""Rows of so few columns are computed element by element, wherever they start."""
+SLIGHT = 0.002
+"""What a version more must gain: 3 % at two lengths."""
 
 
 class _Lengths(NamedTuple):
@@ -108,40 +114,138 @@ def _of_lengths(
     known, widest = known_sizes(func), vector_width(program, tail=True)
     rows = bounds_within(program.row_count, known).nearest(ASSUMED_EXTENT)
     lengths = _Lengths(program.columns, bounds_within(program.columns, known), rows)
-    if divides(widest, program.columns, program.analyzer()):
-        return list(_branches(program, lengths, hw, MOST))
-    branches: list[Branch] = []
+    always = divides(widest, program.columns, program.analyzer())
+    if always:
+        found = _fewest(_priced(program, lengths, hw), MOST)
+        return list(_kernels(program, lengths, found, hw, lengths.bounds.least))
     multiple = Multiple.dividing(func, program.columns, widest)
-    if multiple is not None:
-        aligned = analyze(multiple.func, exact)
-        if known.get(multiple.size, Bounds()).multiple % multiple.of == 0:
-            found = _branches(aligned, lengths, hw, MOST)
-            return [replace(branch, sizes=multiple.sizes) for branch in found]
-        last = 0 if lengths.are_held else 1
-        for branch in _branches(aligned, lengths, hw, ALIGNED + last):
-            if branch.condition is None and last:
-                break  # as good where rows start anywhere: they are streamed
-            both = conjunction(multiple.divides, branch.condition)
-            end = "beyond" if branch.condition is None else f"upto_{branch.name}"
-            branches.append(Branch(branch.kernel, both, f"of{widest}_{end}", multiple.sizes))
-    anywhere = list(_branches(program, lengths, hw, ANYWHERE))
-    return [*branches, *anywhere] if anywhere else []
+    if multiple is None:
+        found = _fewest(_priced(program, lengths, hw), ANYWHERE)
+        return list(_kernels(program, lengths, found, hw, lengths.bounds.least))
+    aligned = analyze(multiple.func, exact)
+    if known.get(multiple.size, Bounds()).multiple % multiple.of == 0:
+        found = _fewest(_priced(aligned, lengths, hw), MOST)
+        kernels = _kernels(aligned, lengths, found, hw, lengths.bounds.least)
+        return [replace(branch, sizes=multiple.sizes) for branch in kernels]
+    branches, least = _short(program, lengths, hw), lengths.bounds.least
+    if branches:
+        least = max(least, SHORT + 1)
+        lengths = lengths._replace(bounds=replace(lengths.bounds, least=least))
+        if branches[0].condition is None:
+            return branches
+    left = MOST - len(branches) - (0 if lengths.are_held else 1)
+    of_all, of_some = _priced(program, lengths, hw), _priced(aligned, lengths, hw)
+    if not (of_all and of_some):
+        return []
+    shares = [(_fewest(of_some, some), _fewest(of_all, left - some)) for some in range(1, left)]
+    some, every = min(shares, key=lambda share: share[0].loss + share[1].loss)
+    for branch in _kernels(aligned, lengths, some, hw, least):
+        if branch.condition is None and not lengths.are_held:
+            break  # as good where rows start anywhere: they are streamed
+        both = conjunction(multiple.divides, branch.condition)
+        end = "beyond" if branch.condition is None else f"upto_{branch.name}"
+        branches.append(Branch(branch.kernel, both, f"of{widest}_{end}", multiple.sizes))
+    return [*branches, *_kernels(program, lengths, every, hw, least)]
 
 
-def _branches(
-    program: Program, lengths: _Lengths, hw: HardwareProfile, most: int
+def _short(program: Program, lengths: _Lengths, hw: HardwareProfile) -> list[Branch]:
+    """The kernel for the shortest rows, element by element; none where no row is so short."""
+    bounds = lengths.bounds
+    if bounds.least > SHORT or bounds.hints:
+        return []
+    work = replace(row_work(program, [1], hw.special_slots), rows=lengths.rows)
+    configs = [
+        RowConfig(threads=threads, rows=block // threads, width=1, most=SHORT)
+        for threads in (4, 8, 16, 32)
+        for block in (64, 128, 256)
+    ]
+    there = [replace(work, columns=columns) for columns in (1, 8, SHORT)]
+    config = min(
+        configs, key=lambda c: sum(math.log(estimate_rows(w, c, hw).time_us) for w in there)
+    )
+    kernel = emit_row(program, replace(config, least=bounds.least), hw)
+    every = bounds.most is not None and bounds.most <= SHORT
+    return [Branch(kernel, None if every else _upto(lengths.columns, SHORT), SHORT)]
+
+
+class _Priced(NamedTuple):
+    """What configurations lose against the fastest, as squares of logarithms: by configuration, for
+    the lengths up to each that is asked about; infinite where one does not hold them.
+    """
+
+    ends: list[int]
+    losses: dict[RowConfig, list[float]]
+
+
+class _Chosen(NamedTuple):
+    """Versions, and the sum of what they lose."""
+
+    loss: float
+    versions: list[Version]
+
+
+def _priced(program: Program, lengths: _Lengths, hw: HardwareProfile) -> _Priced | None:
+    """The configurations of a program at both ends of each range between lengths; None where there
+    is none.
+    """
+    ends, work = lengths.ends, replace(work_of(program, hw), rows=lengths.rows)
+    starts = [max(lengths.bounds.least, 1), *(end + 1 for end in ends[:-1])]
+    tables = [
+        {config: seconds for seconds, config in table}
+        for table in length_tables(
+            program, work, [n for both in zip(starts, ends, strict=True) for n in both], hw, ends
+        )
+    ]
+    if not all(tables):
+        return None
+    losses = {}
+    for config in dict.fromkeys(config for table in tables for config in table):
+        each = [
+            math.log(table[config] / min(table.values())) if config in table else math.inf
+            for table in tables
+        ]
+        losses[config] = [a * a + b * b for a, b in zip(each[::2], each[1::2], strict=True)]
+    return _Priced(ends, losses)
+
+
+def _fewest(priced: _Priced | None, most: int) -> _Chosen:
+    """The versions, at most so many, that lose the least in all."""
+    if priced is None:
+        return _Chosen(math.inf, [])
+    ends, losses = priced
+    best = [_Chosen(0.0, []), *([_Chosen(math.inf, [])] * len(ends))]
+    for _ in range(most):
+        renewed = list(best)
+        for start in range(len(ends)):
+            if math.isinf(best[start].loss):
+                continue
+            for stop in range(start + 1, len(ends) + 1):
+                loss, config = min(
+                    ((sum(own[start:stop]), config) for config, own in losses.items()),
+                    key=lambda entry: entry[0],
+                )
+                total = best[start].loss + loss + SLIGHT
+                if total < renewed[stop].loss:
+                    version = Version(config, ends[stop - 1])
+                    renewed[stop] = _Chosen(total, [*best[start].versions, version])
+        best = renewed
+    loss, found = best[-1]
+    return _Chosen(loss, [*found[:-1], Version(found[-1].config, None)] if found else [])
+
+
+def _kernels(
+    program: Program, lengths: _Lengths, chosen: _Chosen, hw: HardwareProfile, least: int
 ) -> Iterator[Branch]:
     """Kernels for ranges of the length; the last is for any."""
-    ends, work = lengths.ends, replace(work_of(program, hw), rows=lengths.rows)
-    found = fewest_of(length_tables(program, work, ends, hw), ends, most)
+    found = chosen.versions
     if found and found[-1].config.most:
         last = replace(found[-1], most=found[-1].config.most)
         found = [*found[:-1], last]
         if not lengths.are_held:
             # no row beyond those that were asked about fits into registers for sure
+            work = replace(work_of(program, hw), rows=lengths.rows)
             longest = replace(work, columns=lengths.bounds.nearest(COLUMNS[-1]))
             found.append(Version(_streamed(program, longest, hw), None))
-    least = lengths.bounds.least
     for place, version in enumerate(found, 1):
         config = version.config
         if config.most:
@@ -153,10 +257,14 @@ def _branches(
 
 
 def length_tables(
-    program: Program, work: RowWork, lengths: Sequence[int], hw: HardwareProfile
+    program: Program,
+    work: RowWork,
+    lengths: Sequence[int],
+    hw: HardwareProfile,
+    ends: Sequence[int] | None = None,
 ) -> list[list[tuple[float, RowConfig]]]:
-    """Predicted seconds of configurations at each of some lengths, with a bound where they hold a
-    row that long.
+    """Predicted seconds of configurations at each of some lengths, with one of `ends` (the lengths
+    themselves) as a bound where they hold a row that long.
     """
     there = [replace(work, columns=columns) for columns in lengths]
     worth: dict[RowConfig, None] = {}
@@ -164,7 +272,7 @@ def length_tables(
         table = ranked(candidates_of(program, one, hw), one, hw)
         most = WORTH * min(seconds for seconds, _ in table)
         worth |= dict.fromkeys(config for seconds, config in table if seconds <= most)
-    configs = list(bounded(worth, lengths, work, hw))
+    configs = list(bounded(worth, ends or lengths, work, hw))
     return [
         sorted(
             (
