@@ -101,6 +101,7 @@ def test_a_model_without_kernels_is_refused(tmp_path):
 # ---- what is said
 
 
+@pytest.mark.long
 def test_a_session_says_why_it_ends(model, tmp_path, capsys):
     file = tmp_path / "quick.toml"
     file.write_text('spaces = ["class"]\n[builders]\nvalue = 1\nunit = "count"\nsource = "test"\n')

@@ -47,6 +47,7 @@ def settled(monkeypatch):
     return found
 
 
+@pytest.mark.long
 def test_kernels_of_all_functions_are_tuned_and_equal_ones_once(tuned):
     _, result = tuned
     assert result.functions == ("again", "decode", "prefill")
