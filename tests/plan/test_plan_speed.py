@@ -59,6 +59,8 @@ def test_ten_thousand_random_operators_take_no_more_each(work):
     assert costed <= COSTED * len(graph.ops)
 
 
+# Always: the groups of a thousand operators, and of many layers.
+@pytest.mark.nightly
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("few", "many"), [(100, 300), pytest.param(1_000, 8_000, marks=pytest.mark.nightly)]

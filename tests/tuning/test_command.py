@@ -202,6 +202,8 @@ def test_an_interrupt_before_the_first_trial_is_said(model, tmp_path, capsys, mo
     assert said.endswith(f"tune '{tmp_path}/chain'\"'\"'s model.json' --work-dir d\n")
 
 
+# Always: interrupts of a session (`test_session`), and those that are held.
+@pytest.mark.nightly
 def test_an_interrupt_while_the_plan_is_kept_loses_nothing(model, tmp_path, monkeypatch, capsys):
     settle = contested.settled
 

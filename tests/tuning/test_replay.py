@@ -72,6 +72,8 @@ def test_candidates_of_tvms_rules_for_cuda_come_back_as_they_were(name):
         assert trace_text(sch.trace) == text
 
 
+# Always: traces for tensor cores are kept, and schedules for a GPU compile (`test_evolve`).
+@pytest.mark.nightly
 def test_candidates_for_tensor_cores_compile(tmp_path, monkeypatch):
     """Shared memory of two dtypes: operands in float16, results in float32."""
     monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path))

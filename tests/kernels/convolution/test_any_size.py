@@ -165,6 +165,8 @@ def exported(model: type[nn.Module], dtype: torch.dtype):
     )
 
 
+# Always: each form, and a network of any number of images (`test_any_batch`).
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", rarely((torch.float16, torch.float32), (torch.float16,)))
 @pytest.mark.parametrize("model", rarely(NETWORKS, (Unet,)))
 def test_a_network_has_all_convolutions_in_kernels_that_take_images_of_any_size(model, dtype):
