@@ -69,6 +69,7 @@ def test_threads_that_go_on_after_a_call_are_waited_for():
         assert process.make() == 0
 
 
+# Always: one that fails in its turn, and a process that died.
 @pytest.mark.nightly
 @pytest.mark.usefixtures("no_torch")
 def test_the_death_of_one_is_no_end_for_the_others():

@@ -1,5 +1,5 @@
-"""Plans and kernels are those of the digests in `golden/`: a tenth of the cases of
-`benchmarks.golden`, and its comparison.
+"""Plans and kernels are those of the digests in `golden/`: in the nightly run a tenth of the cases
+of `benchmarks.golden`, always a quarter of these; and its comparison.
 """
 
 import collections

@@ -1,7 +1,8 @@
 """Sessions that are killed: what was kept is there, nothing is left over, and the next goes on.
 
-A kill of one kind, in the nightly run of three; `python -m tests.benchmarks.tuning.kills` does as
-many as one likes.
+In the nightly run, a kill of one kind and of three; `python -m tests.benchmarks.tuning.kills` does
+as many as one likes. Always: `test_database_processes`, whose writers are killed at any moment, and
+`test_processes`, which end with their session.
 """
 
 import json
