@@ -12,14 +12,17 @@ from torch.export import Dim
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.frontends import load
+from tvm_fusion.ir.graph import OUTPUTS_ATTR, VERSIONS_ATTR
+from tvm_fusion.kernels.convolution import forms
 from tvm_fusion.kernels.convolution.forms import CUDA_WRITER
 from tvm_fusion.kernels.convolution.geometry import read_convolution
 from tvm_fusion.kernels.convolution.typical import several, sliding_sizes
 from tvm_fusion.kernels.gemm.mma.plan import MmaConfig
+from tvm_fusion.transform.apply.write_kernels import write_kernel
 
 from ...support.conv_suites import last
 from ...support.convolutions import Conv
-from ...support.cuda_on_cpu import run_cuda_on_cpu
+from ...support.cuda_on_cpu import lower, run_cuda_on_cpu
 from ...support.hopper_on_cpu import run_hopper_on_cpu
 from ...support.module_on_cpu import EmulatedModule
 from .test_any_batch import close, rarely
@@ -85,6 +88,26 @@ def test_each_form_computes_images_of_any_size(kind):
         own = replace(conv, batch=images, sizes=size)
         inputs, outputs = own.arrays(), own.poisoned()
         assert run(kernel, [*inputs, *outputs]) == 1
+        close(own, outputs, inputs)
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        last((70,), (3,), 64, 24, batch=1, epilogue="residual", any_size=True),
+        last((5, 7), (3, 3), 64, 24, batch=1, any_batch=True),
+    ],
+    ids=["length", "images"],
+)
+def test_each_range_of_a_size_is_right_at_its_edges(conv, monkeypatch):
+    monkeypatch.setattr(forms, "SIZES", (3, 2048))
+    kernel = write_kernel(conv.func().with_attr(OUTPUTS_ATTR, 1), "convolution", H200, POLICY)
+    assert [*map(int, kernel.attrs[VERSIONS_ATTR])] == [3]
+    lowered = lower(kernel)
+    for size in (1, 2, 3, 4, 7):
+        own = replace(conv, sizes=(size,)) if conv.any_size else replace(conv, batch=size)
+        inputs, outputs = own.arrays(), own.poisoned()
+        assert run_hopper_on_cpu(lowered, [*inputs, *outputs]) == 1
         close(own, outputs, inputs)
 
 

@@ -22,6 +22,7 @@ from ..gemm.mma.rank import mma_ranked
 from ..gemm.runs.shape import RunsConfig
 from ..gemm.simt.config import SimtConfig
 from ..gemm.simt.kernel import emit_gemm_simt, simt_ranked
+from ..versions import Branch, fewest_of, joined, known_size, read_at, tables_by_size
 from .cpu.kernel import write_convolution
 from .depthwise.config import DepthwiseConfig
 from .depthwise.kernel import emit_depthwise
@@ -63,6 +64,11 @@ def _emit_on_cpu(
     except Unsupported:
         pass
     return write_on_cpu(loops, hw)
+
+
+SIZES = (8, 32, 128, 1024)
+"""Of images, their sides, or lengths."""
+MOST = 3  # versions
 
 
 def _whole(form: Form) -> Form:
@@ -122,6 +128,29 @@ def _of_products(form: Form) -> Form:
     )
 
 
+def write_versions(
+    writer: Writer, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
+) -> tirx.PrimFunc | None:
+    """The kernels of a fused PrimFunc for ranges of its one symbolic size (images, their side, or
+    length), or one that is as good at all; None where it has none or several.
+    """
+    size = known_size(func)
+    if size is None:
+        return None
+    try:
+        problem = writer.read(func, policy.rounding == "exact")
+        ends = read_at(SIZES, size.bounds)
+        tables = tables_by_size(writer, func, size, problem, ends, hw, policy)
+        found = fewest_of(list(tables.values()), list(tables), MOST)
+        branches = [
+            Branch(writer.emit(problem, hw, policy, v.config), size.upto(v.most), v.most)
+            for v in found
+        ]
+    except Unsupported:
+        return None  # the one kernel is chosen among those that can be written
+    return joined(branches, func) if branches else None
+
+
 CUDA_WRITER = Writer(
     "a convolution",
     read_convolution,
@@ -134,6 +163,7 @@ CUDA_WRITER = Writer(
         _of_any_size(_of_products(Form("mma", MmaConfig, mma_ranked, emit_gemm_mma))),
         _of_any_size(_of_products(Form("simt", SimtConfig, simt_ranked, emit_gemm_simt))),
     ),
+    write_versions,
 )
 
 CPU_WRITER = Writer(
