@@ -5,13 +5,17 @@ the cost of 3, which takes about 2 seconds of one core.
 """
 
 import pytest
+from tvm import relax
+from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.ir.graph import FusionGraph
+from tvm_fusion.plan.search import exact
 from tvm_fusion.plan.search.search import search
 from tvm_fusion.plan.structure import Structures
 
 from ..support.counting import calls_of, searched
+from ..support.graphs import module, plan_of
 from ..support.large_graphs import graph_of, random_dag, transformer
 
 H200, POLICY = load_profile("h200"), load_policy()
@@ -79,3 +83,19 @@ def test_a_model_of_many_layers_takes_hardly_more_than_one_of_a_few(work):
     (asked, costed), (asked_many, costed_many) = work(few), work(many)
     assert asked_many < 2 * asked
     assert costed_many == costed
+
+
+def test_operators_that_know_nothing_of_each_other_are_not_tried_in_all_sets(monkeypatch):
+    """Of 20 that stand side by side there are 2^20 sets."""
+    grown, hopeless = [], exact._Search._hopeless
+
+    def counted(search_, *args):
+        grown.append(args)
+        return hopeless(search_, *args)
+
+    monkeypatch.setattr(exact._Search, "_hopeless", counted)
+    inputs = [((16, 16), "float32")] * 20
+    ones = module(lambda bb, *xs: [op.add(x, relax.const(1.0)) for x in xs], *inputs)
+    found = plan_of(ones, "llvm")
+    assert found.launches == 1
+    assert 0 < len(grown) <= exact.SETS_PER_EVALUATION * POLICY.search_evaluations

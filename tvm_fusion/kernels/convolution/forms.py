@@ -142,6 +142,8 @@ def write_versions(
         ends = read_at(SIZES, size.bounds)
         tables = tables_by_size(writer, func, size, problem, ends, hw, policy)
         found = fewest_of(list(tables.values()), list(tables), MOST)
+        if any(isinstance(v.config, DepthwiseConfig) for v in found):
+            return None  # of ends that a call tells the model says too little
         branches = [
             Branch(writer.emit(problem, hw, policy, v.config), size.upto(v.most), v.most)
             for v in found

@@ -50,7 +50,7 @@ from .skinny.config import SkinnyConfig
 __all__ = ["MOST", "ROWS", "SIZES", "Version", "versions_of", "write_versions"]
 
 SIZES = (16, 64, 128, 256, 512, 1024, 4096)
-ROWS = (1, 16, 64, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
+ROWS = (1, 16, 64, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 16384, 65536)
 """The most rows of ranges that a version may be for."""
 BOX = 64  # rows of the lowest tiles
 IDLE = 0.25

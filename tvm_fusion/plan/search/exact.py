@@ -165,6 +165,7 @@ FINAL = frozenset(
     {RefusalCode.OPAQUE, RefusalCode.REGION, RefusalCode.GROUP_SIZE, RefusalCode.PARAMETER_BYTES}
 )
 TOLERANCE_US = 1e-6
+SETS_PER_EVALUATION = 4  # grown through without being asked about, as they cannot pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +274,8 @@ def solve(region: Region, pricing: Pricing, bound_us: float, limits: Limits) -> 
     Raises
     ------
     Spent
-        A limit ended the search.
+        A limit ended the search: of evaluations, of states, or of sets of operators, of which there
+        are 2^n where none reads what another writes.
     """
     if pricing.least is None:
         pricing.least = Least(region, pricing.evaluator.hw)
@@ -290,6 +292,7 @@ class _Search:
     bound_us: float
     limits: Limits
     least: Least
+    grown: int = 0  # sets of operators that launches were grown through
 
     def run(self) -> Found | None:
         start = (self.region.wanted, 0)
@@ -371,6 +374,9 @@ class _Search:
             ops, refused = stack.pop()
             if fewest.get(ops, refused + 1) <= refused:
                 continue
+            self.grown += 1
+            if self.grown > SETS_PER_EVALUATION * self.limits.evaluations:
+                raise Spent
             first = ops not in fewest
             fewest[ops] = refused
             stores, reads, inside = 0, 0, 0
