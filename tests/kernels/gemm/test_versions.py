@@ -390,7 +390,7 @@ def rows_behind_100(bb, x, w):
 @pytest.mark.parametrize(
     ("emit", "shape", "sizes"),
     [
-        (rows_of_images, (196, 1024), [1, 2, 3, 5, 10, 20]),
+        (rows_of_images, (196, 1024), [1, 2, 3, 5, 10, 20, 83, 334]),
         (rows_behind_100, (1024,), [rows for rows in versions.ROWS if rows > 100]),
     ],
 )
