@@ -3,12 +3,15 @@
 import pytest
 import tvm
 from tvm import relax, te, tirx
+from tvm.relax import op
 
 from tvm_fusion.errors import BuildError
+from tvm_fusion.flow.functions import planned_function
 from tvm_fusion.runtime.build.build import KernelBuildError, build
 from tvm_fusion.runtime.build.cuda_compiler import kernel_names
 from tvm_fusion.runtime.build.lowering import SCHEDULED_ATTR
 
+from ..support.graphs import module
 from ..support.runtime_cases import (
     H200,
     LLVM,
@@ -39,6 +42,14 @@ def test_a_module_without_a_gpu_has_no_cuda_source():
     built = build(softmax_reshape_relu(), LLVM)
     assert built.cuda_source is None
     assert built.resources == built.launches == {}
+
+
+@pytest.mark.parametrize("word", ["new", "class"])
+def test_a_size_may_have_a_name_that_cpp_has_for_something_else(word):
+    shape = tirx.Var(word, "int64"), 64
+    sums = module(lambda bb, x: op.sum(x, axis=0), (shape, "float32"))
+    sources = planned_function(sums, H200).build().built.cuda_sources
+    assert any(f" {word}_)" in source for source in sources)
 
 
 def test_equal_modules_build_to_equal_sources():

@@ -13,7 +13,7 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import Call
+from tvm.ir import Call, Var
 from tvm.tirx.build import codegen_build, split_host_device_mods
 
 from ...errors import BuildError
@@ -23,6 +23,17 @@ from .early_launches import DYNAMIC_SMEM, LAUNCH, launched_early
 from .lowering import mixed_tir_pipeline, without_entry
 
 _DEVICE_KERNEL = 2  # tvm::CallingConv::kDeviceKernelLaunch
+_CPP_WORDS = (
+    "alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t "
+    "char8_t class co_await co_return co_yield compl concept const const_cast consteval constexpr "
+    "constinit continue decltype default delete do double dynamic_cast else enum explicit export "
+    "extern false float for friend goto if inline int long mutable namespace new noexcept not "
+    "not_eq nullptr operator or or_eq private protected public register reinterpret_cast requires "
+    "return short signed sizeof static static_assert static_cast struct switch template this "
+    "thread_local throw true try typedef typeid typename union unsigned using virtual void "
+    "volatile wchar_t while xor xor_eq"
+)
+"""Names that a size may have and a variable of C++ may not."""
 _SUMMARY_LINES = 20
 
 
@@ -126,8 +137,26 @@ def finalized(
     """Lowered kernels as TVM generates code for them, a module for each (`one_kernel_each`)."""
     _, _, finalize = mixed_tir_pipeline()
     for part in one_kernel_each(kernels):
-        final = finalize()(part)
+        final = finalize()(with_cpp_names(part))
         yield launched_early(final, target, early)
+
+
+def with_cpp_names(kernels: tvm.IRModule) -> tvm.IRModule:
+    """Lowered kernels, of which no parameter is called as C++ calls something else: a size `new`
+    becomes `new_`.
+    """
+    words, changed = frozenset(_CPP_WORDS.split()), {}
+    for gvar, func in kernels.functions_items():
+        others = {
+            param: Var(f"{param.name}_", param.ty) for param in func.params if param.name in words
+        }
+        if others:
+            body = tvm_ffi.structural_map(func.body, [(Var, lambda v, new=others: new.get(v, v))])
+            params = [others.get(param, param) for param in func.params]
+            changed[gvar] = tirx.PrimFunc(params, body, func.ret_type, attrs=func.attrs)
+    if not changed:
+        return kernels
+    return tvm.IRModule(dict(kernels.functions_items()) | changed, attrs=kernels.attrs)
 
 
 def lowered_parts(
