@@ -47,6 +47,8 @@ LOSS = 1.03
 MOST = 6  # versions
 LOSSES = (LOSS, 1.06, 1.1, 1.15, 1.2, 1.25, 1.3, 1.5, 2.0, 4.0)
 """How much slower than the fastest versions may be where few are allowed."""
+WORTH = 1.10
+"""What the fastest of a size may take at most to be asked about other sizes, of its time."""
 
 VECTOR = 8
 """Elements of the widest vectors of most dtypes."""

@@ -23,7 +23,7 @@ from ..program.analysis import analyze
 from ..program.expr import constant, dtype_of
 from ..program.program import Program
 from ..row.exchange import is_arg
-from ..versions import Branch, fewest_of, joined, read_at
+from ..versions import WORTH, Branch, fewest_of, joined, read_at
 from .config import ColumnConfig, Form
 from .estimate import ASSUMED_ROWS, ColumnEstimate, ColumnWork
 from .kernel import emit_column
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 COLUMNS = (8, 64, 512, 2048, 8192, 32768)
 MOST = 4
 """Versions: a kernel takes nvcc some 0.5 s."""
-WORTH = 1.10
-"""What the fastest of a size may take at most to be asked about other sizes, of its time."""
 CLUSTERS = (1, 2, 4, 8)
 
 

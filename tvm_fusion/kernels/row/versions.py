@@ -30,7 +30,7 @@ from ..gpu.vectors import divides, vector_width
 from ..program.analysis import analyze
 from ..program.expr import conjunction, constant, dtype_of
 from ..program.program import Program
-from ..versions import MOST, Branch, Multiple, Version, fewest_of, joined, read_at
+from ..versions import MOST, WORTH, Branch, Multiple, Version, fewest_of, joined, read_at
 from .candidates import bounded, candidates_of, ranked, work_of
 from .config import Form, RowConfig
 from .cost import estimate_rows
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 COLUMNS = tuple(1 << exponent for exponent in range(5, 17))
 ROWS = (4, 16, 64, 256, 1024, 4096, 16384)
-WORTH = 1.10
-"""What the fastest of a size may take at most to be asked about other sizes, of its time."""
 ANYWHERE, OF_ROWS = 3, 3
 """Most versions for lengths of which it is not asked whether vectors divide them, and for numbers
 of rows. A kernel takes nvcc some 0.5 s.
