@@ -1,8 +1,8 @@
 """One case, in this process: `python -m tests.benchmarks.real_models.child WHAT`.
 
 WHAT is the JSON of a `Work`. A line of JSON, the row without times, is printed when all compilers
-are done; when a line comes on stdin, the times are taken and the row is printed once more. At
-SIGUSR1 the frames of all threads go to stderr.
+are done; when a line comes on stdin, the times are taken and the row is printed once more. What it
+begins with goes to stderr (`begins`), and at SIGUSR1 the frames of its first thread.
 """
 
 import contextlib
@@ -43,6 +43,7 @@ HOW: dict[str, dict[str, str]] = {  # arguments of `torch.compile`; what may be 
 LABELS = (OURS, EAGER, GRAPHS, TUNED)
 WARM_CALLS = 4  # inductor warms up, records and then replays
 AS_FAR = 3  # times the error of eager execution, where that is above the ceiling of the dtype
+STAGE, FRAMES = "begins:", "Stack (most recent call first)"  # in what is told
 LEAST_S = 5.0  # a compiler with less time than this is not begun
 
 Call = Callable[[], Any]
@@ -118,6 +119,7 @@ def compiled(work: Work, ends: float) -> tuple[dict[str, Any], dict[str, Call]]:
         "notes": [],
         "failures": {},
     }
+    begins("model")
     where = Where(work.device, getattr(torch, work.dtype), work.tiny)
     module, inputs = make(work.name, where)
     row["shape"] = ", ".join("x".join(map(str, x.shape)) or "scalar" for x in inputs)
@@ -130,6 +132,7 @@ def compiled(work: Work, ends: float) -> tuple[dict[str, Any], dict[str, Call]]:
         if label == TUNED:
             left = min(left, work.patience_s or math.inf)
         began = time.monotonic()
+        begins(label)
         try:
             call, error = _checked(label, module, inputs, wanted, left, row["notes"])
         except Exception as failure:  # a trial
@@ -210,12 +213,24 @@ class DeviceLock:
         self._own.release()
 
 
+def tell_where() -> None:
+    """Have SIGUSR1 tell where the first thread is; of all of them, faulthandler leaves out the
+    first where there are more than a hundred.
+    """
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+
+
+def begins(what: str) -> None:
+    """Tell what is done from now on, and what the clock says."""
+    print(STAGE, what, time.monotonic(), file=sys.stderr, flush=True)
+
+
 def on_command_line(text: str, run: Callable[..., None] = main) -> None:
     """`main`, or one like it, as a process: rows go to stdout, and whatever libraries print does
     not.
     """
     given = json.loads(text)
-    faulthandler.register(signal.SIGUSR1)
+    tell_where()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

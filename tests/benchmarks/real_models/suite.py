@@ -12,8 +12,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,12 @@ from tvm_fusion.host.cores import available_cores
 
 from ..record import OURS, beside, header, write
 from ..rows.setup import is_gpu, usual_dtype
-from .child import GRAPHS, LABELS, TUNED, Work
+from .child import FRAMES, GRAPHS, LABELS, STAGE, TUNED, Work
 from .models import CASES
 
 NAME = "real_models"
 READY_S, PATIENCE_S, TIMING_S = 300.0, 60.0, 90.0
-TOLD_S = 1.0  # in which a process writes down where it is
-CURRENT = "Current thread"  # of what faulthandler writes
+TOLD_S = 5.0  # in which a process writes down where it is, on cores that have much to do
 FRAME = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 MOST_FRAMES = 8
 CHILD = (sys.executable, "-m", f"{__package__}.child")
@@ -133,8 +132,9 @@ def measure(
             ready_s,
             f"{folder}/device" if on_gpu else None,
         )
-        with Crew(work, folder, workers or available_cores(), CHILD, TIMING_S) as crew:
-            for row in crew.rows(names, ready_s):
+        works = {name: replace(work, name=name) for name in names}
+        with Crew(works, folder, workers or available_cores(), CHILD, TIMING_S) as crew:
+            for row in crew.rows(ready_s):
                 result["rows"].append(row | {"date": result["date"]})
                 compare(result["rows"][-1])
                 say("%s", line(result["rows"][-1]))
@@ -144,20 +144,20 @@ def measure(
 
 
 class Crew:
-    """The processes of a run, each a `child`, which takes a `work` as JSON. What it measures is in
-    its row by the name of `times`.
+    """The processes of a run, each a `child`, which takes one of `works` as JSON. What it measures
+    is in its row by the name of `times`.
     """
 
     def __init__(
         self,
-        work: Any,
+        works: Mapping[str, Any],
         folder: str,
         workers: int,
         child: Sequence[str],
         timing_s: float,
         times: str = "wall_us",
     ) -> None:
-        self._work, self._folder, self._workers = work, Path(folder), workers
+        self._works, self._folder, self._workers = works, Path(folder), workers
         self._child, self._timing_s, self._times = child, timing_s, times
         self._processes: dict[str, subprocess.Popen] = {}
         self._said: queue.Queue[tuple[str, str | None]] = queue.Queue()
@@ -169,9 +169,11 @@ class Crew:
         for name in list(self._processes):
             self._end(name)
 
-    def rows(self, names: Sequence[str], ready_s: float) -> Iterator[dict[str, Any]]:
-        """The row of each case as it is known: first what failed, then what is timed."""
-        ends, waiting = time.monotonic() + ready_s, list(names)
+    def rows(self, ready_s: float) -> Iterator[dict[str, Any]]:
+        """The row of each of the works as it is known, by its name there: first what failed, then
+        what is timed.
+        """
+        ends, waiting = time.monotonic() + ready_s, list(self._works)
         at_work: dict[str, float] = {}
         ready: dict[str, dict[str, Any]] = {}
         while (waiting or at_work) and (left := ends - time.monotonic()) > 0:
@@ -184,7 +186,7 @@ class Crew:
                 continue
             del at_work[name]
             row = self._read(name, text)
-            if not row["failures"].keys() >= set(self._work.labels) and text is not None:
+            if not row["failures"].keys() >= set(self._works[name].labels) and text is not None:
                 ready[name] = row
             else:
                 self._end(name)
@@ -193,13 +195,13 @@ class Crew:
             why = f"not compiled after {ready_s:.0f} s{self._place(name)}"
             self._end(name)
             yield self._failed(name, why)
-        for name in names:
+        for name in self._works:
             if name in ready:
                 yield self._timed(name, ready[name])
 
     def _begin(self, name: str, left_s: float) -> None:
         threads = max(1, 2 * available_cores() // self._workers)
-        work = asdict(self._work) | {"name": name, "ready_s": left_s - 10}
+        work = asdict(self._works[name]) | {"ready_s": left_s - 10}
         with open(self._folder / f"{name}.txt", "w", encoding="utf-8") as told:
             process = subprocess.Popen(
                 [*self._child, json.dumps(work)],
@@ -247,12 +249,14 @@ class Crew:
         return row
 
     def _read(self, name: str, text: str | None) -> dict[str, Any]:
-        return self._failed(name, self._why(name)) if text is None else json.loads(text)
+        if text is None:
+            return self._failed(name, self._why(name))
+        return json.loads(text) | {"name": name}
 
     def _failed(self, name: str, why: str) -> dict[str, Any]:
         return {
             "name": name,
-            "dtype": self._work.dtype,
+            "dtype": self._works[name].dtype,
             "shape": "",
             "ready_s": {},
             self._times: {},
@@ -266,26 +270,34 @@ class Crew:
         process = self._processes[name]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1)
-        told = (self._folder / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
+        told = self._told(name)
         lines = [text.strip() for text in told.splitlines() if text.strip()]
         if process.returncode is None:
             return ""
         return f"it ended with {process.returncode}: {' '.join(lines[-2:])}"[-500:]
 
+    def _told(self, name: str) -> str:
+        return (self._folder / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
+
     def _place(self, name: str) -> str:
-        """Where in its code a process is that takes too long, innermost first; empty if it does not
-        say so (see `child`).
+        """With what a process is busy that takes too long, since when, and where in its code it is,
+        innermost first, as far as it says so (see `child`).
         """
         process = self._processes.get(name)
         if process is None:
-            return ""
+            return ", it was not begun"
+        asked = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGUSR1)
-            time.sleep(TOLD_S)
-        told = (self._folder / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
-        frames = FRAME.findall(told.rpartition(CURRENT)[2]) if CURRENT in told else []
-        places = [f"{Path(path).name}:{number} {function}" for path, number, function in frames]
-        return f", in {' < '.join(places[:MOST_FRAMES])}" if places else ""
+        while FRAMES not in self._told(name) and time.monotonic() < asked + TOLD_S:
+            time.sleep(0.1)
+        time.sleep(0.1)  # all frames
+        before, _, after = self._told(name).partition(FRAMES)
+        stages = [text.split() for text in before.splitlines() if text.startswith(STAGE)]
+        busy = [f", at {what} for {asked - float(at):.0f} s" for _, what, at in stages]
+        places = [f"{Path(path).name}:{at} {what}" for path, at, what in FRAME.findall(after)]
+        where = f", in {' < '.join(places[:MOST_FRAMES])}" if places else ""
+        return (busy[-1] if busy else ", it was starting") + where
 
     def _end(self, name: str) -> None:
         process = self._processes.pop(name, None)

@@ -27,7 +27,7 @@ from tvm_fusion.runtime.build.version_names import versions_among
 from tvm_fusion.runtime.timing.timing import time_calls
 
 from ..peers.registry import outputs_of
-from ..real_models.child import AS_FAR, LEAST_S, DeviceLock, Work, on_command_line
+from ..real_models.child import AS_FAR, LEAST_S, DeviceLock, Work, begins, on_command_line
 from ..real_models.models import Where, exact
 from ..record import OURS, too_wrong
 from ..rows.accuracy import CEILINGS, checked_error
@@ -162,6 +162,7 @@ class Compiling:
         if label not in self._work.labels:
             return None
         began = time.monotonic()
+        begins(label)
         with self._trial(label, size):
             run = self._ours(size) if label in (OURS, FOR_SIZE) else self._inductors(size)
             self.row["ready_s"].setdefault(label, []).append(time.monotonic() - began)

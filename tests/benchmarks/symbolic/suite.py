@@ -6,6 +6,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,10 @@ def measure(
         lock = f"{folder}/device" if on_gpu else None
         kind = dtype or usual_dtype(on_gpu)
         work = Work("", device, kind, tiny, tuple(labels), repeats, patience_s, ready_s, lock)
-        crew = Crew(work, folder, workers or available_cores(), CHILD, TIMING_S, TIMES)
+        works = {name: replace(work, name=name) for name in names}
+        crew = Crew(works, folder, workers or available_cores(), CHILD, TIMING_S, TIMES)
         with crew:
-            for row in crew.rows(names, ready_s):
+            for row in crew.rows(ready_s):
                 result["rows"].append({"sizes": []} | row | {"date": result["date"]})
                 compare(result["rows"][-1])
                 say("%s", line(result["rows"][-1]))

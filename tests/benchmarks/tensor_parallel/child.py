@@ -5,12 +5,10 @@ compile the same in the same order; what fails in one of them is a failure of al
 """
 
 import contextlib
-import faulthandler
 import json
 import logging
 import math
 import os
-import signal
 import socket
 import statistics
 import subprocess
@@ -29,7 +27,7 @@ import tvm_fusion.torch_backend  # noqa: F401 - registers it
 from tvm_fusion.bench.apart import reason
 from tvm_fusion.bench.peers import EAGER
 
-from ..real_models.child import AS_FAR, GRAPHS, HOW, TUNED
+from ..real_models.child import AS_FAR, GRAPHS, HOW, TUNED, begins, tell_where
 from ..real_models.models import Where
 from ..record import OURS, too_wrong
 from ..rows.accuracy import CEILINGS, checked_error
@@ -153,6 +151,8 @@ def compiled(work: Work, rank: Rank) -> tuple[dict[str, Any], dict[str, Call]]:
         "notes": [],
         "failures": {},
     }
+    if rank.number == 0:
+        begins("model")
     where = Where(rank.device, getattr(torch, work.dtype), work.tiny)
     module, inputs = make(work.name, where, rank.number)
     row["shape"] = "x".join(map(str, inputs[0].shape))
@@ -165,6 +165,8 @@ def compiled(work: Work, rank: Rank) -> tuple[dict[str, Any], dict[str, Call]]:
     calls: dict[str, Call] = {}
     for label in sorted(work.labels, key=(EAGER, *HOW).index):
         began = time.monotonic()
+        if rank.number == 0:
+            begins(label)
         failure, error, call = None, None, None
         try:
             call, error = _checked(label, module, inputs, wanted, row)
@@ -320,7 +322,7 @@ def _on_command_line(text: str, number: str = "0", port: str = "") -> None:
     """Rows of the first process go to stdout, and whatever libraries print does not."""
     given = json.loads(text)
     work = Work(**given | {"labels": tuple(given["labels"])})
-    faulthandler.register(signal.SIGUSR1)
+    tell_where()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     is_first = number == "0"
@@ -335,6 +337,8 @@ def _on_command_line(text: str, number: str = "0", port: str = "") -> None:
             answers.write(json.dumps(row, allow_nan=False) + "\n")
             answers.flush()
 
+    if is_first:
+        begins("processes")
     rank = Rank(work, int(number), int(port or 0))
     main(work, rank, say, lambda: bool(sys.stdin.readline()))
     rank.all(None)

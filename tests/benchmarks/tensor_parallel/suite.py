@@ -3,7 +3,7 @@
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,32 +127,29 @@ def measure(
         repeats,
         ranks,
     )
-    keys = [key(name, n, bool(simulated)) for n in simulated or [ranks] for name in names]
+    works = {
+        key(name, n, bool(simulated)): replace(
+            work, name=name, ranks=n, is_simulated=bool(simulated)
+        )
+        for n in simulated or [ranks]
+        for name in names
+    }
     if out is not None:
-        result = beside(Path(out), result, keys)
-    works = [replace(work, ranks=n, is_simulated=True) for n in simulated] or [work]
+        result = beside(Path(out), result, list(works))
     ready_s = READY_S if ready_s is None else ready_s
-    for one in works:
-        for row in _rows(one, names, workers or len(names), ready_s):
-            result["rows"].append(row)
-            compare(row)
-            total(row)
-            say("%s", line(row))
+    with (
+        tempfile.TemporaryDirectory(prefix="tvm_fusion_ranks_") as folder,
+        Crew(works, folder, workers or len(works), CHILD, TIMING_S) as crew,
+    ):
+        for row in crew.rows(ready_s):
+            of = works[row["name"]]
+            result["rows"].append(row | {"ranks": of.ranks, "is_simulated": of.is_simulated})
+            compare(result["rows"][-1])
+            total(result["rows"][-1])
+            say("%s", line(result["rows"][-1]))
             if out is not None:
                 write(result, Path(out))
     return result
-
-
-def _rows(
-    work: Work, names: Sequence[str], workers: int, ready_s: float
-) -> Iterator[dict[str, Any]]:
-    with (
-        tempfile.TemporaryDirectory(prefix="tvm_fusion_ranks_") as folder,
-        Crew(work, folder, workers, CHILD, TIMING_S) as crew,
-    ):
-        for row in crew.rows(names, ready_s):
-            name = key(row["name"], work.ranks, work.is_simulated)
-            yield row | {"name": name, "ranks": work.ranks, "is_simulated": work.is_simulated}
 
 
 def key(name: str, ranks: int, is_simulated: bool) -> str:
