@@ -5,6 +5,7 @@ compile the same in the same order; what fails in one of them is a failure of al
 """
 
 import contextlib
+import copy
 import json
 import logging
 import math
@@ -27,6 +28,7 @@ import tvm_fusion.torch_backend  # noqa: F401 - registers it
 from tvm_fusion.bench.apart import reason
 from tvm_fusion.bench.peers import EAGER
 
+from ..peers.registry import outputs_of
 from ..real_models.child import AS_FAR, GRAPHS, HOW, TUNED, begins, tell_where
 from ..real_models.models import Where
 from ..record import OURS, too_wrong
@@ -35,7 +37,9 @@ from ..rows.setup import exact_float32
 from ..rows.wall import BATCH_S, MOST_CALLS
 from .models import CASES, cut, make
 
-LABELS = (OURS, EAGER, GRAPHS, TUNED)
+PLAIN = f"{OURS}.plain"  # ours of the model before it is cut, where there is one process
+LABELS = (OURS, EAGER, GRAPHS, TUNED, PLAIN)
+IN_TURN = (EAGER, OURS, PLAIN, GRAPHS, TUNED)
 WAIT_S = 60.0  # for other processes, in a collective
 WARM_CALLS = 4  # ours and inductor warm up, record and then replay
 LEAST_CALLS = 3
@@ -158,18 +162,20 @@ def compiled(work: Work, rank: Rank) -> tuple[dict[str, Any], dict[str, Call]]:
     row["shape"] = "x".join(map(str, inputs[0].shape))
     row["parameters"] = sum(x.numel() for x in module.parameters())
     wanted = None if work.is_simulated else [module.exact(*inputs)]  # of one device
+    plain = copy.deepcopy(module) if PLAIN in work.labels else None
     module = cut(work.name, module, rank.device, rank.number, work.ranks)
     if work.device == "cuda":
         torch.cuda.empty_cache()
     allowed = CEILINGS[work.dtype]
     calls: dict[str, Call] = {}
-    for label in sorted(work.labels, key=(EAGER, *HOW).index):
+    for label in sorted(work.labels, key=IN_TURN.index):
         began = time.monotonic()
         if rank.number == 0:
             begins(label)
         failure, error, call = None, None, None
         try:
-            call, error = _checked(label, module, inputs, wanted, row)
+            of = plain if label == PLAIN else module
+            call, error = _checked(label, of, inputs, wanted, row)
         except Exception as problem:  # a trial
             failure = reason(problem)
         found = rank.all((failure, error))
@@ -185,6 +191,10 @@ def compiled(work: Work, rank: Rank) -> tuple[dict[str, Any], dict[str, Call]]:
             row["failures"][label] = why
         else:
             calls[label] = call
+    if {OURS, PLAIN} <= calls.keys():
+        # each writes where its outputs were, so these are copies
+        ours, other = ([x.clone() for x in outputs_of(calls[label]())] for label in (OURS, PLAIN))
+        row["is_as_plain"] = all(map(torch.equal, ours, other))
     return row, calls
 
 
@@ -198,7 +208,7 @@ def _checked(
     """A call by a compiler, and its error."""
     told: list[Any] = []
     how: dict[str, Any] = dict(HOW.get(label, {}))
-    if label == OURS:
+    if label in (OURS, PLAIN):
         graphs = inputs[0].device.type == "cuda"
         options = {"verify": False, "cuda_graph": graphs, "report": told.append}
         how = {"backend": OURS, "options": options}

@@ -15,6 +15,13 @@ CONTEXT, TINY_CONTEXT = 2048, 16  # tokens of a text, and of a cache
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")
 COLUMNS += ("mlp.up_proj",)
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
+LLAMA_1B = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
 LLAMA_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -69,6 +76,7 @@ CASES = {
     "llama_70b_prefill": Case(LLAMA_70B),
     "llama_70b_decode_1": Case(LLAMA_70B, is_decode=True),
     "llama_70b_decode_16": Case(LLAMA_70B, texts=16, is_decode=True),
+    "llama_1b_decode_16": Case(LLAMA_1B, 2, 16, is_decode=True),  # what a CPU has time for
     "fsdp_8b_prefill": Case(LLAMA_8B, layers=36, is_sharded=True),  # 7.9e9 parameters
 }
 

@@ -14,7 +14,7 @@ from tvm_fusion.errors import InputError, TargetError
 from ..real_models.suite import GRAPHS, TUNED, Crew, compare
 from ..record import OURS, beside, header, write
 from ..rows.setup import is_gpu
-from .child import LABELS, Work
+from .child import LABELS, PLAIN, Work
 from .models import CASES
 
 NAME = "tensor_parallel"
@@ -22,6 +22,7 @@ PEERS = (EAGER, GRAPHS)
 READY_S, TIMING_S = 150.0, 45.0
 CHILD = (sys.executable, "-m", f"{__package__}.child")
 HEADS = {OURS: "ours", EAGER: "eager", GRAPHS: "reduce-overhead", TUNED: "max-autotune"}
+HEADS[PLAIN] = "plain model"
 
 
 def listing() -> str:
@@ -108,9 +109,12 @@ def measure(
     TargetError
         torch has fewer devices here.
     InputError
-        `out` has rows of another device, or of other versions.
+        `out` has rows of another device or of other versions, or several processes are to be
+        compared with a plain model.
     """
     on_gpu = is_gpu(device, "measure on")
+    if PLAIN in labels and (simulated or ranks != 1):
+        raise InputError(f"--peers: {PLAIN} is for --ranks 1, where nothing is cut")
     _require(device, 1 if simulated else ranks)
     result = header("", on_gpu, 0.0 if tiny else 1.0, repeats)
     result["suite"] = NAME
@@ -146,6 +150,7 @@ def measure(
             result["rows"].append(row | {"ranks": of.ranks, "is_simulated": of.is_simulated})
             compare(result["rows"][-1])
             total(result["rows"][-1])
+            beside_plain(result["rows"][-1])
             say("%s", line(result["rows"][-1]))
             if out is not None:
                 write(result, Path(out))
@@ -179,6 +184,14 @@ def total(row: dict[str, Any]) -> None:
     row["step_us"] = of_parts + sum(predicted)
 
 
+def beside_plain(row: dict[str, Any]) -> None:
+    """Fill in times of the plain model over those of the one that is cut, where both are there."""
+    for of in ("wall_us", "kernel_us"):
+        times = row.get(of, {})
+        if times.get(OURS) and times.get(PLAIN):
+            row[f"plain_{of.removesuffix('_us')}_ratio"] = times[PLAIN] / times[OURS]
+
+
 def line(row: dict[str, Any]) -> str:
     """A case in one line of text."""
     parts = [f"{row['name']:26} {row['shape']:14}"]
@@ -188,6 +201,11 @@ def line(row: dict[str, Any]) -> str:
         parts.append(f"{HEADS[label]} {us:.0f} us{said}")
     ratio = row["best_peer_ratio"]
     parts.append("-" if ratio is None else f"{ratio:.2f}x")
+    for of in ("wall", "kernel"):
+        if (of_plain := row.get(f"plain_{of}_ratio")) is not None:
+            parts.append(f"plain / ours, {of}: {of_plain:.3f}")
+    if (is_equal := row.get("is_as_plain")) is not None:
+        parts.append("equal to the plain model's" if is_equal else "NOT the plain model's numbers")
     if row.get("step_us") is not None:
         parts.append(f"predicted {row['step_us']:.0f} us")
     if row.get("outside"):

@@ -10,7 +10,7 @@ from tvm_fusion.errors import InputError
 from ..__main__ import main
 from ..record import OURS
 from . import suite
-from .child import EAGER, covered
+from .child import EAGER, PLAIN, covered
 
 PROCESS = """
 import json, sys
@@ -58,6 +58,30 @@ def test_what_fails_is_told_and_the_rest_is_timed_and_kept(
     assert "ours 10 us (4% outside)" in suite.line(last)
 
 
+def test_a_mesh_of_one_is_beside_the_plain_model(monkeypatch, tmp_path):
+    added = """row["wall_us"] = {"tvm_fusion": 10.0, "tvm_fusion.plain": 9.9}
+row |= {"kernel_us": {"tvm_fusion": 8.0, "tvm_fusion.plain": 8.0}, "is_as_plain": True}
+"""
+    process = PROCESS.replace(
+        'row["outside_share"] = {"tvm', added + 'row["outside_share"] = {"tvm'
+    )
+    monkeypatch.setattr(suite, "CHILD", (sys.executable, "-S", "-c", process))
+    how = {"tiny": True, "ready_s": 30.0, "labels": (OURS, PLAIN)}
+    result = suite.measure(
+        ["llama_8b_decode_16"], "cpu", tmp_path / "one.json", lambda *_: None, ranks=1, **how
+    )
+    (row,) = result["rows"]
+    assert row["plain_wall_ratio"] == pytest.approx(0.99)
+    assert row["plain_kernel_ratio"] == 1.0
+    assert row["best_peer"] is None  # the plain model is ours, too
+    line = suite.line(row)
+    assert "plain / ours, wall: 0.990" in line
+    assert "equal to the plain model's" in line
+    for many in ({"ranks": 2}, {"ranks": 1, "simulated": [4]}):
+        with pytest.raises(InputError, match=r"--peers: tvm_fusion.plain is for --ranks 1"):
+            suite.measure(["llama_8b_prefill"], "cpu", None, lambda *_: None, **many, **how)
+
+
 def test_names_and_peers_are_looked_up():
     assert suite.labels_of(None) == (OURS, *suite.PEERS)
     assert suite.labels_of(EAGER) == (OURS, EAGER)
@@ -80,3 +104,16 @@ def test_two_processes_give_what_one_does(tmp_path):
         assert row["failures"] == {}
         assert row["outside"] == {}
         assert row["wall_us"].keys() == {OURS, EAGER}
+
+
+@pytest.mark.nightly
+def test_a_mesh_of_one_gives_what_the_plain_model_does(tmp_path):
+    out = tmp_path / "one.json"
+    how = ["--only", "llama_8b_decode_1,llama_8b_prefill", "--peers", PLAIN, "--ranks", "1"]
+    how += ["--target", "llvm", "--scale", "0.01", "--repeats", "2", "--out", str(out)]
+    assert main(["--suite", suite.NAME, *how]) == 0
+    for row in json.loads(out.read_text())["rows"]:
+        assert row["failures"] == {}
+        assert row["outside"] == {}
+        assert row["wall_us"].keys() == {OURS, PLAIN}
+        assert row["collectives"] == []
