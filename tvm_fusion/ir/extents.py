@@ -64,6 +64,13 @@ class Bounds:
         value = max(value // self.multiple, 1) * self.multiple
         return max(value, -(-self.least // self.multiple) * self.multiple)
 
+    def tell(self, analyzer: sym.Analyzer, symbol: Var) -> None:
+        """Have an analyzer know them as those of a symbol."""
+        most = sym.ConstIntBound.POS_INF if self.most is None else self.most
+        analyzer.update(symbol, sym.ConstIntBound(self.least, most))
+        if self.multiple > 1:
+            analyzer.update(symbol, sym.ModularSet(self.multiple, 0))
+
     def or_of(self, other: Bounds) -> Bounds:
         """What a value has that is one of these or of others."""
         most = None if self.most is None or other.most is None else max(self.most, other.most)
@@ -141,10 +148,7 @@ def analyzer_of(bounds: Mapping[str, Bounds], extents: Iterable[Expr]) -> sym.An
 def _analyzer(bounds: Mapping[Var, Bounds]) -> sym.Analyzer:
     found = sym.Analyzer()
     for symbol, known in bounds.items():
-        most = sym.ConstIntBound.POS_INF if known.most is None else known.most
-        found.update(symbol, sym.ConstIntBound(known.least, most))
-        if known.multiple > 1:
-            found.update(symbol, sym.ModularSet(known.multiple, 0))
+        known.tell(found, symbol)
     return found
 
 

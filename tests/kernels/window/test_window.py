@@ -19,9 +19,10 @@ from tvm_fusion.kernels.window.config import (
     rows_of,
     traffic_of,
 )
-from tvm_fusion.kernels.window.kernel import WRITER, emit_windows, work_of
+from tvm_fusion.kernels.window.kernel import emit_windows, work_of
 from tvm_fusion.kernels.window.problem import read_windows
 from tvm_fusion.kernels.window.sliding import Sliding, paired, window_of
+from tvm_fusion.kernels.window.versions import WRITER
 
 from ...support.cuda_on_cpu import cuda_source, run_cuda_on_cpu
 from ...support.graphs import module, plan_of

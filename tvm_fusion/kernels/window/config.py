@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...config import HardwareProfile
@@ -72,7 +72,8 @@ class Work:
 
     Attributes
     ----------
-    axes : of the results.
+    axes : of the results, of numbers.
+    multiple : what the columns are known to be a multiple of.
     loads : of each input that is read place by place, bytes of an element.
     stores : of each output, bytes of an element.
     beside : bytes that a result reads apart from windows.
@@ -85,6 +86,7 @@ class Work:
     """
 
     axes: tuple[Sliding, ...]
+    multiple: int
     loads: tuple[int, ...]
     stores: tuple[int, ...]
     beside: float
@@ -150,10 +152,11 @@ def pieces_of(needed: Sequence[int], first: int, widest: int) -> list[tuple[int,
     return found
 
 
-def widest_piece(axes: Sequence[Sliding], config: WindowConfig, size: int, pitch: int) -> int:
+def widest_piece(
+    columns: Sliding, multiple: int, config: WindowConfig, size: int, pitch: int
+) -> int:
     """Elements of the widest access to places of `size` bytes: where all threads begin alike."""
-    columns = axes[-1]
-    if columns.extent % config.width:
+    if multiple % config.width:
         return 1
     step = columns.stride * config.width
     return max(1, min(WIDEST_ACCESS // size, _power_in(math.gcd(step, pitch))))
@@ -175,11 +178,21 @@ def ranked(work: Work, hw: HardwareProfile) -> list[tuple[float, WindowConfig]]:
     return sorted(found, key=lambda entry: entry[0])
 
 
-def fits(axes: Sequence[Sliding], config: WindowConfig) -> bool:
-    """Whether a thread can compute so many results."""
+def least_results(axes: Sequence[Sliding], config: WindowConfig) -> Iterator[tuple[int, int]]:
+    """Axes, and the results along each that a thread computes: where there are less, it cannot."""
     tall = tall_axis(axes)
-    rows = 1 if tall is None else axes[tall].extent
-    if config.width > axes[-1].extent or config.tall > rows:
+    yield len(axes) - 1, config.width
+    if tall is not None:
+        yield tall, config.tall
+
+
+def fits(axes: Sequence[Sliding], config: WindowConfig) -> bool:
+    """Whether a thread can compute so many results; axes of symbolic size may have as many."""
+    tall = tall_axis(axes)
+    for axis, least in least_results(axes, config):
+        if isinstance(axes[axis].extent, int) and axes[axis].extent < least:
+            return False
+    if tall is None and config.tall > 1:
         return False
     places = len(axes[-1].needed(config.width))
     if config.tall * places > MOST_PLACES:
@@ -274,11 +287,11 @@ def resources_of(work: Work, config: WindowConfig, hw: HardwareProfile) -> Resou
 
 
 def _whole(work: Work, config: WindowConfig) -> bool:
-    return work.axes[-1].extent % config.width == 0
+    return work.multiple % config.width == 0
 
 
 def _pieces(work: Work, config: WindowConfig, size: int) -> list[tuple[int, int]]:
-    widest = widest_piece(work.axes, config, size, work.pitch)
+    widest = widest_piece(work.axes[-1], work.multiple, config, size, work.pitch)
     return pieces_of(work.axes[-1].needed(config.width), work.first, widest)
 
 
@@ -307,6 +320,6 @@ def _read_again(work: Work, config: WindowConfig) -> float:
         if n == tall:
             rows = config.threads * config.width / columns.extent
             together = min(float(axis.extent), max(1.0, rows) * config.tall)
-        seen = len(axis.needed(math.ceil(together)))
-        times *= max(1.0, seen * axis.extent / (together * len(axis.needed(axis.extent))))
+        seen = axis.seen(math.ceil(together))
+        times *= max(1.0, seen * axis.extent / (together * axis.seen(axis.extent)))
     return times

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,8 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
-from ..forms import Form, Ranked, Writer
+from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT
+from ..forms import Ranked
 from ..gpu.closed_forms import closed_forms
 from ..gpu.frame import Frame, held, kernel_frame, then
 from ..gpu.scope import Local, Point, RowScope
@@ -31,11 +32,13 @@ from ..gpu.transfer import load_tile, load_values, store_vector
 from ..gpu.vectors import below, piece_bytes
 from ..program.expr import (
     bytes_of,
+    conjunction,
     conjuncts,
     constant,
     convert,
     dtype_of,
     is_if_then_else,
+    known_factor,
     linear_form,
     number,
     rebuild,
@@ -44,8 +47,18 @@ from ..program.expr import (
     uses_any,
     widened,
 )
+from ..program.extents import divided_up, larger, simplified, sized
 from ..program.narrow import narrow_indices
-from ..program.program import COMBINE, Element, Level, Output, Program, ReduceKind, Tile
+from ..program.program import (
+    COMBINE,
+    Element,
+    Extent,
+    Level,
+    Output,
+    Program,
+    ReduceKind,
+    Tile,
+)
 from .config import (
     WIDEST_ACCESS,
     Operations,
@@ -53,12 +66,13 @@ from .config import (
     Work,
     fits,
     is_straight,
+    least_results,
     pieces_of,
     ranked,
     tall_axis,
     widest_piece,
 )
-from .problem import Windowed, read_windows
+from .problem import Windowed
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile, Policy
@@ -75,24 +89,42 @@ def emit_windows(
     Raises
     ------
     Unsupported
-        The configuration does not suit the windows or the device.
+        The configuration does not suit the windows, at some of their sizes, or the device.
     """
-    config = config or ranked(work_of(problem), hw)[0][1]
+    config = config or rank_windows(problem, hw)[0][1]
+    if next(unproven(problem, config), None) is not None:
+        raise Unsupported(f"{config} for windows along {problem.axes}")
+    return write_windows(problem, hw, config)
+
+
+def unproven(problem: Windowed, config: WindowConfig) -> Iterator[tuple[int, int]]:
+    """Axes that may have too few results for a configuration, and how many it takes."""
+    analyzer = problem.analyzer(problem.body)
+    for axis, least in least_results(problem.axes, config):
+        extent = problem.axes[axis].extent
+        if least > 1 and not isinstance(extent, int) and not analyzer.can_prove(extent >= least):
+            yield axis, least
+
+
+def write_windows(problem: Windowed, hw: HardwareProfile, config: WindowConfig) -> tirx.PrimFunc:
+    """The kernel of a configuration, for sizes at which there are results enough."""
     if config.threads > hw.max_threads_per_block or not fits(problem.axes, config):
         raise Unsupported(f"{config} for windows along {problem.axes}")
     body, after = (closed_forms(narrow_indices(p)) for p in (problem.body, problem.after))
     threads = math.prod(_counts(problem, config))
-    with kernel_frame(body, -(-threads // config.threads), config.threads) as frame:
+    blocks = divided_up(threads, config.threads)
+    grid = blocks if isinstance(blocks, int) else larger(blocks, 1)
+    with kernel_frame(body, grid, config.threads) as frame:
         _Kernel(problem, body, after, config, frame).emit(threads)
     return frame.func
 
 
-def _counts(problem: Windowed, config: WindowConfig) -> list[int]:
+def _counts(problem: Windowed, config: WindowConfig) -> list[Extent]:
     """Threads along each axis of the results."""
     tall = tall_axis(problem.axes)
     each = [config.tall if n == tall else 1 for n in range(len(problem.axes))]
     each[-1] = config.width
-    return [-(-axis.extent // n) for axis, n in zip(problem.axes, each, strict=True)]
+    return [divided_up(axis.extent, n) for axis, n in zip(problem.axes, each, strict=True)]
 
 
 class _Kernel:
@@ -109,18 +141,29 @@ class _Kernel:
             tall_axis(problem.axes),
         )
         self.index = body.index_dtype
-        self.analyzer = body.analyzer()
+        self.analyzer = problem.analyzer(body)
+        self.multiple = columns_multiple(problem)
+        self.last: dict[Var, Expr] = {}  # of coordinates whose number is symbolic, the largest
         self.needed = self.columns.needed(config.width)
         self.runs = self._runs()
 
-    def emit(self, threads: int) -> None:
+    def emit(self, threads: Extent) -> None:
         """All of it; the last block may have threads left over."""
         config = self.config
         block, thread = (convert(x, self.index) for x in (self.frame.block, self.frame.thread))
         number = T.Bind(block * config.threads + thread)
-        whole = threads % config.threads == 0
-        with nullcontext() if whole else then(number < threads):
+        whole = isinstance(threads, int) and threads % config.threads == 0
+        with nullcontext() if whole else then(number < self._sized(threads)):
             self._results(number)
+
+    def _sized(self, extent: Extent) -> int | Expr:
+        return extent if isinstance(extent, int) else sized(extent, self.index)
+
+    def _within(self, coordinate: Expr, count: int | Expr) -> None:
+        """Notes how many values a coordinate has."""
+        self.analyzer.bind(coordinate, tvm.ir.Range(0, count))
+        if not isinstance(count, int):
+            self.last[coordinate] = count - constant(1, self.index)
 
     def _results(self, number: Expr) -> None:
         starts, owned = self._starts(number)
@@ -138,22 +181,22 @@ class _Kernel:
         """
         found: list[Expr] = []
         owned: dict[int, Expr] = {}
-        counts = _counts(self.problem, self.config)
+        counts = [self._sized(count) for count in _counts(self.problem, self.config)]
         for n in reversed(range(len(counts))):
             own = number if n == 0 else T.Bind(T.truncmod(number, counts[n]))
             number = number if n == 0 else T.Bind(T.truncdiv(number, counts[n]))
             each = self.config.width if n == len(counts) - 1 else self.config.tall
             if each > 1 and (n == len(counts) - 1 or n == self.tall):
                 last = self.axes[n].extent - each
-                self.analyzer.bind(own, tvm.ir.Range(0, counts[n]))
-                if self.axes[n].extent % each:
+                self._within(own, counts[n])
+                if known_factor(self.axes[n].extent, self.analyzer) % each:
                     owned[n] = T.Bind(own * each)
-                    own = T.Bind(tirx.Min(owned[n], constant(last, self.index)))
-                    self.analyzer.bind(own, tvm.ir.Range(0, last + 1))
+                    own = T.Bind(tirx.Min(owned[n], sized(last, self.index)))
+                    self._within(own, self._sized(simplified(last + 1)))
                 else:
                     own = own * each
             else:
-                self.analyzer.bind(own, tvm.ir.Range(0, counts[n]))
+                self._within(own, counts[n])
             found.insert(0, own)
         return found, owned
 
@@ -239,18 +282,49 @@ class _Kernel:
 
         nest(open_, at)
 
+    def decided(self, condition: Expr) -> Expr:
+        """A condition, simplified; a number where it is the same for all coordinates."""
+        found = below(condition, self.analyzer)
+        if self.last and number(found) is None:
+            holds = self._holds(found)
+            return found if holds is None else constant(int(holds), "bool")
+        return found
+
+    def _holds(self, condition: Expr) -> bool | None:
+        """Whether a comparison holds for all coordinates of which the number is symbolic; None
+        where it may for some.
+        """
+        if isinstance(condition, tirx.Not):
+            holds = self._holds(condition.a)
+            return None if holds is None else not holds
+        if not isinstance(condition, tirx.LT):
+            return None
+        known = list(self.last)
+        form = linear_form(condition.b - condition.a, known)
+        steps = None if form is None else [number(step) for step in form[0]]
+        if steps is None or None in steps:
+            return None
+        least = most = form[1]
+        for var, step in zip(known, steps, strict=True):
+            far = self.last[var] * constant(int(step), self.index)
+            least, most = (least, most + far) if step > 0 else (least + far, most)
+        if self.analyzer.can_prove(least > 0):
+            return True
+        return False if self.analyzer.can_prove(most <= 0) else None
+
     # ---- loads
 
     def _runs(self) -> dict[Var, list[tuple[int, int]]]:
         """The pieces in which each input that lies along the columns is loaded."""
         found = {}
+        known = self.problem.analyzer(self.body)
         for item in (*self.body.tiles, *self.body.elements):
-            aligned = alignment(self.body, item)
+            aligned = alignment(self.body, item, known)
             if aligned is None or self.body.level(item.var) != Level.ELEMENT:
                 continue
             pitch, first = aligned
             size = bytes_of(item.dtype)
-            widest = widest_piece(self.axes, self.config, size, pitch)
+            widest = widest_piece(self.columns, self.multiple, self.config, size, pitch)
             found[item.var] = pieces_of(self.needed, first, widest)
         return found
 
@@ -318,9 +392,10 @@ class _Kernel:
 
     def _piece(self, offset: Expr, dtype: str) -> int:
         """Bytes of an access to neighbouring results."""
-        if self.columns.extent % self.config.width:
+        if self.multiple % self.config.width:
             return bytes_of(dtype)
-        return piece_bytes(offset, dtype, self.config.width, self.after.analyzer())
+        analyzer = self.problem.analyzer(self.after)
+        return piece_bytes(offset, dtype, self.config.width, analyzer)
 
     def _beside(self, scope: RowScope, column: Expr) -> dict[Var, Var]:
         """Vectors of what else is read at the results."""
@@ -395,7 +470,7 @@ class _Row:
         column, found = self.kernel.body.column_var, constant(1, "bool")
         for part in conjuncts(self.scope.row(guard)):
             first, last = (
-                below(substitute(part, {column: self._column(end)}), self.kernel.analyzer)
+                self.kernel.decided(substitute(part, {column: self._column(end)}))
                 for end in (place, place + size - 1)
             )
             if size > 1 and uses_any(part, [column]) and not _alike(part, column, first, last):
@@ -415,11 +490,20 @@ class _Row:
         else:
             return rebuild(expr, self._decided)
         condition = self.kernel.analyzer.simplify(parts[0])
+        if self.kernel.last and number(condition) is None:
+            condition = self._all(map(self.kernel.decided, conjuncts(condition)))
         if number(condition) is not None:
             return self._decided(parts[1] if number(condition) else parts[2])
         yes, no = map(self._decided, parts[1:])
         make = tirx.Select if isinstance(expr, tirx.Select) else tirx.if_then_else
         return make(condition, yes, no)
+
+    @staticmethod
+    def _all(conditions: Iterable[Expr]) -> Expr:
+        """All of some conditions at once, without those that hold."""
+        left = [condition for condition in conditions if number(condition) != 1]
+        never = next((condition for condition in left if number(condition) == 0), None)
+        return conjunction(*left) if left and never is None else constant(int(not left), "bool")
 
 
 def _alike(part: Expr, column: Var, first: Expr, last: Expr) -> bool:
@@ -479,7 +563,14 @@ def _identity(kind: ReduceKind, dtype: str) -> Expr:
     return tvm.tirx.min_value(dtype) if sign < 0 else tvm.tirx.max_value(dtype)
 
 
-def alignment(body: Program, item: Tile | Element) -> tuple[int, int] | None:
+def columns_multiple(problem: Windowed) -> int:
+    """What the number of columns is known to be a multiple of."""
+    return known_factor(problem.axes[-1].extent, problem.analyzer(problem.body))
+
+
+def alignment(
+    body: Program, item: Tile | Element, analyzer: tvm.sym.Analyzer
+) -> tuple[int, int] | None:
     """What the offsets of a row's first place are a multiple of but for a constant, and that; None
     where neighbouring places are elsewhere in memory.
     """
@@ -490,7 +581,7 @@ def alignment(body: Program, item: Tile | Element) -> tuple[int, int] | None:
         if uses_any(item.offset, set(data)) or form is None or number(form[0][0]) != 1:
             return None
         first = form[1]
-    known = body.analyzer().modular_set(first)
+    known = analyzer.modular_set(first)
     coeff, base = int(known.coeff), int(known.base)
     if coeff == 0:  # a constant: all rows begin there
         return 1 << 20, base
@@ -500,12 +591,16 @@ def alignment(body: Program, item: Tile | Element) -> tuple[int, int] | None:
 # ---- ranking
 
 
-def work_of(problem: Windowed) -> Work:
-    """What a problem takes, as far as its configurations differ in it."""
-    body, after = problem.body, problem.after
+def work_of(problem: Windowed, values: Mapping[Var, int] | None = None) -> Work:
+    """What a problem takes, as far as its configurations differ in it, at values of its sizes; None
+    for those that are assumed.
+    """
+    body, after, known = problem.body, problem.after, problem.analyzer(problem.body)
+    if values is None:
+        values = {size: of.nearest(ASSUMED_SYMBOLIC_EXTENT) for size, of in problem.sizes.items()}
     loads, pitch, first = [], 1 << 20, 0
     for item in (*body.tiles, *body.elements):
-        aligned = alignment(body, item)
+        aligned = alignment(body, item, known)
         if aligned is not None:
             loads.append(bytes_of(item.dtype))
             if math.gcd(aligned[0], WIDEST_ACCESS) <= math.gcd(pitch, WIDEST_ACCESS):
@@ -513,11 +608,13 @@ def work_of(problem: Windowed) -> Work:
     stores = tuple(bytes_of(output.dtype) for output in after.outputs)
     others = (*after.tiles, *after.elements)
     beside = sum(bytes_of(x.dtype) for x in others if x.param != problem.result)
-    results = math.prod(axis.extent for axis in problem.axes)
-    places = math.prod(len(axis.needed(axis.extent)) for axis in problem.axes)
+    axes = problem.at(values)
+    results = math.prod(axis.extent for axis in axes)
+    places = math.prod(axis.seen(axis.extent) for axis in axes)
     moved = float(places * sum(loads) + results * (sum(stores) + beside))
     return Work(
-        problem.axes,
+        axes,
+        columns_multiple(problem),
         tuple(loads),
         stores,
         float(beside),
@@ -546,11 +643,11 @@ def _operations(program: Program) -> Operations:
     return Operations(arithmetic=count)
 
 
-def _ranked(problem: Windowed, hw: HardwareProfile, policy: Policy) -> Ranked:
+def rank_windows(problem: Windowed, hw: HardwareProfile, policy: Policy | None = None) -> Ranked:
+    """Predicted seconds and configurations that suit all sizes, the fastest first."""
     found = ranked(work_of(problem), hw)
+    if not problem.is_static:
+        found = [entry for entry in found if next(unproven(problem, entry[1]), None) is None]
     if not found:
         raise Unsupported("more places than a thread has registers for")
     return list(found)
-
-
-WRITER = Writer("windows", read_windows, (Form("window", WindowConfig, _ranked, emit_windows),))

@@ -15,7 +15,7 @@ from ...config import HardwareProfile, Policy
 from ...cost.analytic import estimate
 from ...cost.traffic import Resources, Traffic
 from ...ir.access import Access, Affine, Block
-from ...ir.extents import assumed_product, non_unit
+from ...ir.extents import assumed, assumed_product, non_unit
 from ...plan.group_view import GroupView, dtype_bytes
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import MULTIPLIES, REDUCES, Family, Fit, Needs
@@ -26,8 +26,8 @@ from ..group.traffic import memory_traffic
 from ..program.window import LARGEST_WINDOW
 from ..row.kernel_class import Row
 from .config import Operations, WindowConfig, Work, ranked, resources_of, traffic_of
-from .kernel import WRITER
 from .sliding import MOST_TAPS, Sliding, window_of
+from .versions import WRITER
 
 MOST_SHARE = 0.25
 """Of the places: an input with fewer elements is broadcast, and read from the L1."""
@@ -36,9 +36,9 @@ MOST_SHARE = 0.25
 class WindowClass(Family):
     """See the module docstring.
 
-    Does not handle: several windows behind each other, symbolic sizes, results that other points
-    read, outputs of another shape than the windows'. Large windows that share little are left to
-    rows, where many threads reduce one.
+    Does not handle: several windows behind each other, windows of symbolic size, results that other
+    points read, outputs of another shape than the windows'. Large windows that share little are
+    left to rows, where many threads reduce one.
     """
 
     name = "window"
@@ -67,7 +67,7 @@ class WindowClass(Family):
         runs = evaluations(group)
         if refusal := refuse_recompute(group, runs, policy):
             return refusal
-        fit = Fit(self.name, math.prod(space[:-1]), space[-1], runs.counts)
+        fit = Fit(self.name, assumed_product(space[:-1]), assumed(space[-1]), runs.counts)
         if _choice(group, fit, hw) is None:
             return group.refuse(RefusalCode.REDUCTION, f"{window.name} needs too many registers")
         if taps > LARGEST_WINDOW and self._slower_than_rows(group, fit, hw, policy):
@@ -138,8 +138,10 @@ def _work(group: GroupView, fit: Fit, hw: HardwareProfile) -> Work:
     loads, pitch, first = _loads(group, [*before, window], axes)
     beside = _beside(group, after, math.prod(axis.extent for axis in axes))
     stores = [dtype_bytes(group.graph.tensors[t].dtype) for t in group.outputs]
+    last = group.graph.tensors[window.writes[0].tensor].shape[-1]
     return Work(
         axes,
+        axes[-1].extent if isinstance(last, int) else 1,
         loads,
         tuple(stores),
         beside,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import tvm
 import tvm_ffi
@@ -11,6 +12,7 @@ from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from ...errors import TooDeep, Unsupported
+from ...ir.extents import Bounds, known_sizes, sizes_of
 from ..program.definitions import Definition, read_definitions, read_params, shape_of
 from ..program.expr import (
     HALF_DTYPES,
@@ -26,7 +28,8 @@ from ..program.expr import (
     variables,
     widened,
 )
-from ..program.program import COMBINE, Output, Param, Program, ReduceKind
+from ..program.extents import equal_sizes, simplified, with_values
+from ..program.program import COMBINE, Extent, Output, Param, Program, ReduceKind
 from ..program.resolver import Placeholders, Resolver, is_neutral
 from ..program.space import Space, index_dtype_of, make_space
 from .sliding import Sliding, axes_of, paired
@@ -46,6 +49,7 @@ class Windowed:
         columns.
     after : what becomes of it, over the results. What the windows came to is a tile of a parameter
         behind those of the function, which nobody passes.
+    sizes : the symbolic sizes of the parameters, and which values they may have.
     """
 
     axes: tuple[Sliding, ...]
@@ -55,6 +59,29 @@ class Windowed:
     rounded: str
     body: Program
     after: Program
+    sizes: Mapping[Var, Bounds] = field(default_factory=dict)
+
+    @property
+    def results(self) -> Extent:
+        """How many there are."""
+        return math.prod(axis.extent for axis in self.axes)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether there is as much to compute at each call."""
+        return all(isinstance(axis.extent, int) for axis in self.axes)
+
+    def analyzer(self, program: Program) -> tvm.sym.Analyzer:
+        """One that knows the coordinates of a program of this problem, and the sizes."""
+        found = program.analyzer()
+        for size, bounds in self.sizes.items():
+            bounds.tell(found, size)
+        return found
+
+    def at(self, values: Mapping[Var, int]) -> tuple[Sliding, ...]:
+        """The axes where sizes have values."""
+        known = dict(values)
+        return tuple(replace(a, extent=with_values(a.extent, known)) for a in self.axes)
 
     @property
     def result(self) -> int:
@@ -90,7 +117,8 @@ def _read(func: tirx.PrimFunc, exact: bool) -> Windowed:
     name = func.attrs.get("global_symbol") if func.attrs else None
     name = None if name is None else str(name)
 
-    space = make_space([a.run(a.extent) for a in axes[:-1]], axes[-1].run(axes[-1].extent), dtype)
+    runs = [simplified(axis.run(axis.extent)) for axis in axes]
+    space = make_space(runs[:-1], runs[-1], dtype)
     resolver = Resolver(space, definitions, Placeholders(space, params), exact)
     places = zip(window.axes, (*space.row_vars, space.column_var), strict=True)
     env = {axis: convert(at, dtype_of(axis)) for axis, at in places if axis is not None}
@@ -109,6 +137,7 @@ def _read(func: tirx.PrimFunc, exact: bool) -> Windowed:
         window.dtype if exact and window.dtype in HALF_DTYPES else "",
         body,
         _after(name, params, definitions, window, written, dtype, exact),
+        {size: Bounds() for size in sizes_of(func)} | known_sizes(func),
     )
 
 
@@ -126,9 +155,12 @@ def _slides(window: Definition) -> tuple[tuple[Sliding, ...], Expr]:
     name = window.buffer.name
     kept = [Var("one", tvm.ir.PrimType("int64")) if a is None else a for a in window.axes]
     reduced = [(var, extent) for var, extent in window.reduced if extent != 1]
-    sizes = [*window.shape, *(extent for _, extent in reduced)]
-    if not all(isinstance(n, int) and n > 0 for n in sizes):
-        raise Unsupported(f"{name} has an axis of symbolic size, or none of its elements")
+    taps = [extent for _, extent in reduced]
+    if not all(isinstance(n, int) for n in taps):
+        raise Unsupported(f"{name} has windows of symbolic size")
+    sizes = [*window.shape, *taps]
+    if any(isinstance(n, int) and n < 1 for n in sizes):
+        raise Unsupported(f"{name} has none of its elements")
     alone = {var: constant(0, dtype_of(var)) for var, extent in window.reduced if extent == 1}
     value = substitute(window.value, alone)
     every = [*kept, *(var for var, _ in reduced)]
@@ -213,7 +245,8 @@ def _output(
 ) -> Output:
     """What is written to a parameter, in the shape of the windows."""
     sizes = [n for n in window.shape if n != 1]
-    if [n for n in definition.shape if n != 1] != sizes:
+    own_sizes = [n for n in definition.shape if n != 1]
+    if len(own_sizes) != len(sizes) or not all(map(equal_sizes, own_sizes, sizes)):
         raise Unsupported(f"{definition.buffer.name} has another shape than the windows")
     every = zip((*space.row_vars, space.column_var), window.shape, strict=True)
     own = iter([axis for axis, extent in every if extent != 1])

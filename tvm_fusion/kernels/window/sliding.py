@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ...ir.access import Affine, Block, Reduction
+from ...ir.extents import assumed
+from ..program.program import Extent
 
 MOST_TAPS = 4096
 """Elements of a window; more are a reduction that many threads share."""
@@ -27,7 +29,7 @@ class Sliding:
     place.
     """
 
-    extent: int
+    extent: Extent
     taps: int = 1
     stride: int = 1
     dilation: int = 1
@@ -36,30 +38,42 @@ class Sliding:
     def slides(self) -> bool:
         return self.taps > 1
 
-    def run(self, results: int) -> int:
+    def run(self, results: Extent) -> Extent:
         """Places from the first to the last that neighbouring results look at."""
         return self.stride * (results - 1) + self.dilation * (self.taps - 1) + 1
 
-    @lru_cache(maxsize=1024)  # noqa: B019 - a few numbers; each configuration asks 20 times
     def needed(self, results: int) -> tuple[int, ...]:
         """The places of such a run that any of them looks at."""
-        found = {self.place(n, tap) for n in range(results) for tap in range(self.taps)}
-        return tuple(sorted(found))
+        return _needed(results, self.taps, self.stride, self.dilation)
+
+    def seen(self, results: int) -> int:
+        """How many these are."""
+        if self.dilation > 1:
+            return len(self.needed(results))
+        return min(self.stride, self.taps) * (results - 1) + self.taps
 
     def place(self, result: int, tap: int) -> int:
         """Where the tap of a result lies."""
         return self.stride * result + self.dilation * tap
 
 
+@lru_cache(maxsize=1024)  # each configuration asks 20 times
+def _needed(results: int, taps: int, stride: int, dilation: int) -> tuple[int, ...]:
+    found = {stride * n + dilation * tap for n in range(results) for tap in range(taps)}
+    return tuple(sorted(found))
+
+
 def window_of(block: Block) -> tuple[Sliding, ...] | None:
     """The axes of a block that reduces a window, one for each axis of its result, as the planner
-    sees it; None where it reduces anything else, or sizes are symbolic.
+    sees it, symbolic sizes at those that are assumed; None where it reduces anything else.
     """
     kinds = (Reduction.SUM, Reduction.PRODUCT, Reduction.MAX, Reduction.MIN)
     if block.reduction not in kinds or block.is_contraction or not block.reads:
         return None
-    extents = [axis.extent for axis in block.axes]
-    if not all(isinstance(extent, int) and extent > 0 for extent in extents):
+    if not all(isinstance(extent, int) for extent in block.extents(block.reduced)):
+        return None
+    extents = [assumed(axis.extent) for axis in block.axes]
+    if min(extents) < 1:
         return None
     order = _written(block)
     if order is None or any(access.guarded for access in block.reads):
@@ -128,7 +142,7 @@ def paired(
 
 
 def axes_of(
-    sizes: Sequence[int], extents: Sequence[int], order: Sequence[int], pairs: Pairs
+    sizes: Sequence[Extent], extents: Sequence[int], order: Sequence[int], pairs: Pairs
 ) -> tuple[Sliding, ...]:
     """The axes of a result of these sizes."""
     found = []

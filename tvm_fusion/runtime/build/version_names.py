@@ -20,7 +20,7 @@ from ...ir.graph import VERSIONS_ATTR
 
 _RANGE = (
     r"(?:of\d+_(?:rows_)?)?"
-    r"(?:upto_(?:\d+_keys|\d+_queries(?:_\d+_keys)?|\d+(?:_and_\d+_to_\d+)*)|beyond)"
+    r"(?:upto_(?:\d+_keys|\d+_results|\d+_queries(?:_\d+_keys)?|\d+(?:_and_\d+_to_\d+)*)|beyond)"
 )
 _VERSION = re.compile(rf"(.*?)_({_RANGE})_kernel")
 
