@@ -7,6 +7,7 @@ import errno
 import math
 import os
 import pickle
+import sys
 
 import pytest
 import torch
@@ -278,3 +279,43 @@ def test_a_cache_that_can_only_be_read_is_read(traces, monkeypatch, caplog):
     torch.testing.assert_close(given, model(X))
     assert len(traces) == 1
     assert not [r for r in caplog.records if r.name.startswith("tvm_fusion")]
+
+
+def functions_of(call):
+    """The files of the functions in Python that a call runs."""
+    found = []
+    with torch.no_grad():
+        before = sys.getprofile()
+        sys.setprofile(lambda frame, event, _: event == "call" and found.append(frame.f_code))
+        try:
+            call()
+        finally:
+            sys.setprofile(before)
+    return found
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_call_runs_few_functions_and_none_of_aotautograd(is_read):
+    def function(x, y):
+        return x + y, x, x * 2
+
+    x, y = torch.randn(5), torch.randn(5)
+    for _ in range(1 + is_read):
+        given, run = in_new_process(function, x, y)
+    assert given[1] is x
+    run(x, y)
+    ran = functions_of(lambda: run(x, y))
+    assert not [code for code in ran if "runtime_wrapper" in code.co_filename]
+    ours = [c.co_qualname for c in ran if torch_backend.__name__.split(".")[0] in c.co_filename]
+    assert len([name for name in ours if "test_" not in name]) == 4, ours
+
+
+def test_aotautograd_stays_around_a_graph_that_needs_it():
+    def function(x):
+        return x[1:], x * 2
+
+    _, run = in_new_process(function, X)
+    ran = functions_of(lambda: run(X))
+    assert [code for code in ran if "runtime_wrapper" in code.co_filename]
+    part, _ = run(X)
+    assert part._base is X

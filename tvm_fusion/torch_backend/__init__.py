@@ -32,7 +32,7 @@ with uncollected():  # Dynamo and ours are hundreds of thousands of objects, non
 
     from tvm_fusion.torch_backend.aten_graphs import traced
     from tvm_fusion.torch_backend.graph_calls import GraphCalls, tell_of_eager
-    from tvm_fusion.torch_backend.kept_graphs import Place
+    from tvm_fusion.torch_backend.kept_graphs import Place, as_dynamo_calls
     from tvm_fusion.torch_backend.options import BackendOptions
     from tvm_fusion.torch_backend.part_reports import PartReport
 
@@ -116,13 +116,17 @@ def _calls(
     place = Place.of(graph, inputs)
     kept = None if place is None else place.found()
     if kept is not None:
-        return kept.returning(GraphCalls(kept, kept.static, wanted))
-    return traced(
-        graph,
-        inputs,
-        lambda aten, static: GraphCalls(aten, static, wanted, place),
-        None if place is None else place.traced,
-    )
+        return as_dynamo_calls(GraphCalls(kept, kept.static, wanted).run, kept.returned)
+    made: list[tuple[torch.fx.GraphModule, GraphCalls]] = []
+
+    def compiled(aten: torch.fx.GraphModule, static: frozenset[int]) -> GraphCalls:
+        made.append((aten, GraphCalls(aten, static, wanted, place)))
+        return made[-1][1]
+
+    run = traced(graph, inputs, compiled, None if place is None else place.traced)
+    if place is not None and len(made) == 1 and place.takes(made[0][0]):
+        return as_dynamo_calls(made[0][1].run, place.returned)
+    return run
 
 
 def _register() -> None:

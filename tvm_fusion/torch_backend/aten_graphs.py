@@ -31,8 +31,8 @@ from tvm_fusion.torch_backend.collectives import merge_repeated
 class Calls(Protocol):
     """What runs a traced graph."""
 
-    def __call__(self, inputs: list[Any]) -> Any:
-        """The results for a list of all inputs."""
+    def run(self, inputs: list[Any]) -> Any:
+        """The results for a list of all inputs; it says that it takes one (`_boxed_call`)."""
 
     def forget_weights(self) -> None:
         """Look at no value of a weight that was seen before."""
@@ -58,8 +58,7 @@ def traced(
     inputs : sequence
         As Dynamo gives both.
     compiler : callable
-        Takes the traced graph and the numbers of the inputs that are parameters and buffers, and
-        returns a function of a list of all inputs, which says that it is such (`_boxed_call`).
+        Takes the traced graph and the numbers of the inputs that are parameters and buffers.
     told : callable, optional
         Takes what AOTAutograd found out of inputs and results, and the guards that it asks for.
 
@@ -75,7 +74,7 @@ def traced(
             traced.graph.eliminate_dead_code()
         merge_repeated(traced)
         calls.append(compiler(traced, frozenset() if gathered else _static_inputs()))
-        return calls[-1]
+        return calls[-1].run
 
     calls: list[Calls] = []
     gathered = are_gathered(graph)

@@ -35,9 +35,7 @@ _numbers = itertools.count()
 
 
 class GraphCalls:
-    """Runs one graph; takes a list of its inputs and returns what it returns."""
-
-    _boxed_call = True  # what AOTAutograd asks: whether it takes a list
+    """Runs one graph."""
 
     def __init__(
         self,
@@ -60,13 +58,16 @@ class GraphCalls:
         self._collective_us: dict[str, float] = {}
         self._told: list[PartReport] = []  # those that are to have these times
 
-    def __call__(self, inputs: list[Any]) -> Any:
+    def run(self, inputs: Sequence[Any]) -> Any:
+        """What the graph returns for its inputs."""
         run = self._run
         if run is None:
             with self._lock, others_set_aside():
                 run = self._run = self._run or self._made_or_torch(inputs)
                 return run(inputs)
         return run(inputs)
+
+    run._boxed_call = True  # what AOTAutograd asks: whether it takes a list
 
     def forget_weights(self) -> None:
         """Compile anew: weights were written to, which their own versions do not tell."""
@@ -97,9 +98,9 @@ class GraphCalls:
                 break
             refused |= found
             cut = self._cut(refused)
-        if self._place is not None and isinstance(self._graph, fx.GraphModule):
+        if self._place is not None:
             # what was refused since, other values or another target may let in
-            self._place.keep(self._graph, first, self._static)
+            self._place.keep(first, self._static)
         trace(f"graph{self._number}_parts", lambda: _text(cut), self._compile_id)
         self._tell_of_outside(cut)
         self._running = parts
@@ -238,10 +239,10 @@ class _Called(nn.Module):
         self._is_bare = isinstance(results, fx.Node)
         output.args = ((results,) if self._is_bare else tuple(results),)
         whole.recompile()
-        self._calls = GraphCalls(whole, frozenset(), options)
+        self._run = GraphCalls(whole, frozenset(), options).run
 
     def forward(self, *inputs: Any) -> Any:
-        results = tuple(self._calls(list(inputs)))
+        results = tuple(self._run(inputs))
         return results[0] if self._is_bare else results
 
 

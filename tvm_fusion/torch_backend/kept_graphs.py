@@ -9,7 +9,8 @@ of ours decide that: what is made of the parts has a key of its own (`compilatio
 
 Kept is what calls of AOTAutograd would do nothing around but return inputs as they are: no result
 is a view of an input, what is written to shares its memory with no other input and is written by
-the graph itself, all sizes are fixed, inputs are plain tensors and operators are torch's own. Where
+the graph itself, all sizes are fixed, inputs are plain tensors and operators are torch's own. So
+they are left out in the process that traces, too: a tenth of the call of a small graph. Where
 somebody watches operators (modes of torch), changes them (`torch.library`), or plans are not kept
 (`TVM_FUSION_PLAN_CACHE=0`), nothing is looked up. The `MOST_GRAPHS` used last stay.
 """
@@ -96,20 +97,6 @@ class KeptGraph:
         outside = tuple(Refused(names[name], why) for name, why in self.outside)
         return Partition(graph, parts, self.written, self.updates, outside, self.count)
 
-    def returning(self, calls: Callable[[list[Any]], Sequence[Any]]) -> Callable[..., Any]:
-        """Calls of the graph as Dynamo makes them."""
-        returned = self.returned
-        if not returned:
-            return lambda *inputs: calls(list(inputs))
-
-        def run(*inputs: Any) -> list[Any]:
-            results = list(calls(list(inputs)))
-            for number, given in returned:
-                results[number] = inputs[given]
-            return results
-
-        return run
-
 
 @dataclass
 class Place:
@@ -123,11 +110,14 @@ class Place:
     returned : tuple of (int, int) or None
         The results that are inputs, and which; None until it is traced, and where AOTAutograd does
         more around the graph that it made.
+    whole : bytes or None
+        The graph that it made, once that is known to be all that calls need.
     """
 
     path: Path
     shares: bool
     returned: tuple[tuple[int, int], ...] | None = None
+    whole: bytes | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, graph: fx.GraphModule, inputs: Sequence[Any]) -> "Place | None":
@@ -166,22 +156,48 @@ class Place:
         except AttributeError as error:  # what another version of torch does not have
             _log.info("the graph is not kept: %s", error)
 
-    def keep(self, graph: fx.GraphModule, cut: Partition, static: frozenset[int]) -> None:
-        """Write a graph and its parts; what cannot be written is left, and logged."""
-        if self.returned is None:
+    def takes(self, graph: fx.GraphModule) -> bool:
+        """Whether calls need nothing but this graph, which AOTAutograd made, and inputs to return
+        as they are.
+        """
+        if self.returned is not None:
+            try:
+                self.whole = pickle.dumps(plain(graph))
+            except (NotPlain, pickle.PicklingError) as error:
+                _log.info("the graph is not kept: %s", error)
+        return self.whole is not None
+
+    def keep(self, cut: Partition, static: frozenset[int]) -> None:
+        """Write the graph and its parts; what cannot be written is left, and logged."""
+        if self.whole is None:
             return
         try:
-            whole = pickle.dumps(plain(graph))
             outside = [(one.node.meta[NAME], one.why) for one in cut.outside]
             parts = plain(cut.graph, [NAME])
             about = cut.written, cut.updates, outside, cut.count
-            kept = KeptGraph(static, self.returned, whole, parts, *about)
+            kept = KeptGraph(static, self.returned, self.whole, parts, *about)
             make_folder(self.path.parent)
             replace_bytes(self.path, pickle.dumps(kept))
         except (NotPlain, OSError, InputError, pickle.PicklingError) as error:
             _log.info("the graph is not kept: %s", error)
             return
         _forget_old(self.path.parent)
+
+
+def as_dynamo_calls(
+    calls: Callable[[Sequence[Any]], Sequence[Any]], returned: Sequence[tuple[int, int]]
+) -> Callable[..., Any]:
+    """`calls` of a graph, which take inputs one by one and return those that are results."""
+    if not returned:
+        return lambda *inputs: calls(inputs)
+
+    def run(*inputs: Any) -> list[Any]:
+        results = list(calls(inputs))
+        for number, given in returned:
+            results[number] = inputs[given]
+        return results
+
+    return run
 
 
 def _returned(found: ViewAndMutationMeta, shares: bool) -> tuple[tuple[int, int], ...] | None:

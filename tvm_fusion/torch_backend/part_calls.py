@@ -133,7 +133,10 @@ class PartCalls:
             results = self._part(*inputs)
         else:
             try:
-                results = run.call_with(inputs)
+                short = run.module.short if run.is_direct else None
+                results = None if short is None else short(inputs)
+                if results is None:
+                    results = run.call_with(inputs)
             except (DividedByZero, OutOfRange):  # of the caller's, and torch has the same
                 raise
             except Exception as error:
@@ -378,7 +381,18 @@ class _Build:
 
 
 class _Run:
-    """Runs a compiled part on its inputs."""
+    """Runs a compiled part on its inputs.
+
+    Attributes
+    ----------
+    module : CompiledModule
+    is_direct : bool
+        Whether inputs and results of the part are those of the module.
+    in_place : collection of int
+        The inputs that it writes to.
+    adds_in_place : bool
+        Whether it adds to one.
+    """
 
     def __init__(
         self,
@@ -415,6 +429,8 @@ class _Run:
             for i, given in enumerate(made.results)
             if (given.order is not None or given.device != device) and i not in module.unread
         ]
+        is_given = not self._moved and not self._shared
+        self.is_direct = self._takes_all and self._has_inputs and is_given
 
     def call_with(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """The results for the inputs of the part."""

@@ -123,6 +123,9 @@ class CompiledModule:
         Outputs that callers write into inputs, by the numbers of both, and do not look at
         otherwise. A captured call that reads nothing of such an input writes there itself, and
         gives None.
+    short : callable or None
+        A call like the latest one, on a CPU: takes what `call_with` takes, and gives the same, or
+        None for inputs that are to be checked. None where each call is.
     """
 
     report = Later()
@@ -158,6 +161,7 @@ class CompiledModule:
         self._unread: frozenset[int] = frozenset()
         self._renewed: Mapping[int, int] = {}
         self._again: RepeatedCall | None = None
+        self.short: RepeatedCall | None = None
         self._graph_mode = GraphMode()
         self._captures = CallersCaptures()
         self._on_cuda = target.kind.name == "cuda"
@@ -297,7 +301,7 @@ class CompiledModule:
     @cuda_graph.setter
     def cuda_graph(self, value: Any) -> None:
         self._graph_mode.set(self, value)
-        self._again = None
+        self._again = self.short = None
 
     @property
     def cuda_graph_refusal(self) -> str | None:
@@ -381,6 +385,8 @@ class CompiledModule:
             if self._again is None:
                 self._again = CallsBySize(self.signature.telling)
             self._again.keep(given, call)
+        is_all = not self._on_cuda and self.index_checks is None and self.signature.formats is None
+        self.short = self._again if is_all else None
 
     def _check_indices(self, inputs: Sequence[Any]) -> None:
         kind, _ = self.check(inputs)

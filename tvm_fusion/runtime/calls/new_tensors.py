@@ -4,7 +4,7 @@
 12 us, and 5 through the functions that the code of torch's inductor calls.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import starmap
 from typing import Any
@@ -16,9 +16,7 @@ from .tensors import Kind, from_tvm
 Described = tuple[Sequence[int], str]  # shape, and TVM's name of the dtype
 
 
-def maker(
-    outputs: Sequence[Described], device: tvm.runtime.Device
-) -> Callable[[], tuple[Any, ...]]:
+def maker(outputs: Sequence[Described], device: tvm.runtime.Device) -> Callable[[], Iterable[Any]]:
     """Return a function that makes contiguous tensors of torch without values, on a device."""
     import torch
 
@@ -35,11 +33,12 @@ def maker(
         make = partial(torch.empty_strided, device=device_of_torch)
         return tuple(make(*place, dtype=dtype) for *place, dtype in wanted)
 
-    def on_current() -> tuple[Any, ...]:
-        is_current = index is None or torch._C._cuda_getDevice() == index
-        return tuple(starmap(quick, wanted)) if is_current else by_name()
+    def on_current() -> Iterable[Any]:
+        return starmap(quick, wanted) if torch._C._cuda_getDevice() == index else by_name()
 
-    return by_name if quick is None else on_current
+    if quick is None:
+        return by_name
+    return partial(starmap, quick, wanted) if index is None else on_current
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -185,7 +185,7 @@ def _filling_call(
                 return None
         if on_cpu and not _threads.settled:
             _threads.kernel_threads()
-        made = make()
+        made = tuple(make())
         with lock:
             try:
                 rest = run(*inputs, *made)

@@ -8,7 +8,7 @@ import functools
 import logging
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -260,7 +260,7 @@ class _Graph:
         """Launch it on contiguous torch tensors on its device; outputs are torch's."""
         results, captured = self._results, self.captured
         if self._static is None:
-            own = results.new_torch()
+            own = tuple(results.new_torch())
             captured.move(pointers, results.addresses(own, pointers))
         else:
             if not self._static_torch:
@@ -391,7 +391,7 @@ class Results:
         return [tvm.runtime.empty(o.shape, o.dtype, self._device) for o in self._written]
 
     @functools.cached_property
-    def new_torch(self) -> Callable[[], tuple[Any, ...]]:
+    def new_torch(self) -> Callable[[], Iterable[Any]]:
         """A function that makes the same of torch."""
         pairs = zip(self._written, self._into, strict=True)
         return maker([(o.shape, o.dtype) for o, into in pairs if into is None], self._device)
