@@ -1,5 +1,7 @@
 // Behind device.h, mma.h and hopper.h: fibers, memory and what threads share. Compiled once, and linked to each
 // kernel, so that libraries share no state.
+#undef _FORTIFY_SOURCE  // its longjmp keeps to one stack
+#include <setjmp.h>
 #include <ucontext.h>
 #include <algorithm>
 #include <cstdio>
@@ -22,11 +24,12 @@ struct Block {
   std::vector<Slot> lanes;
 };
 struct Running : Fiber {
-  ucontext_t context;
+  ucontext_t start;
+  jmp_buf place;
   std::vector<char> stack;
-  bool done;
+  bool begun, done;
 };
-static ucontext_t main_context;
+static jmp_buf main_place;
 Fiber* current;
 static Running* running() { return static_cast<Running*>(current); }
 static std::vector<Block>* cluster_blocks;
@@ -41,10 +44,19 @@ static void fail(const std::string& what) {
   if (failure.empty())
     failure = what + " (block " + std::to_string(current->block.x) + "," +
               std::to_string(current->block.y) + " thread " + std::to_string(current->linear) + ")";
-  for (;;) swapcontext(&running()->context, &main_context);
+  for (;;) yield_fiber();
 }
 void fail(const char* what) { fail(std::string(what)); }
-void yield_fiber() { swapcontext(&running()->context, &main_context); }
+// To and fro by longjmp: swapcontext asks the kernel for signals twice.
+__attribute__((noinline)) void yield_fiber() {
+  if (!_setjmp(running()->place)) _longjmp(main_place, 1);
+}
+__attribute__((noinline)) static void resume(Running* fiber) {
+  if (_setjmp(main_place)) return;
+  if (fiber->begun) _longjmp(fiber->place, 1);
+  fiber->begun = true;
+  setcontext(&fiber->start);
+}
 static void arrive_and_wait(Barrier& barrier, int expected) {
   int generation = barrier.generation;
   arrivals++;
@@ -193,7 +205,7 @@ static void enter() {
   launch_kernel(kernel_arguments);
   if (current->waits_yet) fail("a thread ends without a wait");
   running()->done = true;
-  swapcontext(&running()->context, &main_context);
+  yield_fiber();
 }
 static void run_cluster(std::vector<Running>& fibers, Dim first, int dynamic_bytes) {
   std::vector<Block> blocks(cluster_size);
@@ -207,18 +219,18 @@ static void run_cluster(std::vector<Running>& fibers, Dim first, int dynamic_byt
   for (int i = 0; i < (int)fibers.size(); i++) {
     Running& f = fibers[i];
     int t = i % threads_per_block;
-    f.done = false;
+    f.begun = f.done = false;
     f.waits_yet = false;
     f.linear = t;
     f.rank = i / threads_per_block;
     f.thread = {t % block_dim.x, t / block_dim.x % block_dim.y, t / block_dim.x / block_dim.y};
     f.block = {first.x + f.rank, first.y, first.z};
     f.home = &blocks[f.rank];
-    getcontext(&f.context);
-    f.context.uc_stack.ss_sp = f.stack.data();
-    f.context.uc_stack.ss_size = f.stack.size();
-    f.context.uc_link = &main_context;
-    makecontext(&f.context, enter, 0);
+    getcontext(&f.start);
+    f.start.uc_stack.ss_sp = f.stack.data();
+    f.start.uc_stack.ss_size = f.stack.size();
+    f.start.uc_link = nullptr;
+    makecontext(&f.start, enter, 0);
   }
   // Threads take turns at every barrier; in random orders warps do, each as far as it gets without the others.
   std::vector<std::vector<Running*>> warps;
@@ -238,7 +250,7 @@ static void run_cluster(std::vector<Running>& fibers, Dim first, int dynamic_byt
           if (f->done) continue;
           left = true;
           current = f;
-          swapcontext(&main_context, &f->context);
+          resume(f);
           if (!failure.empty()) return;
           if (f->done) switches_without_progress = 0;
         }

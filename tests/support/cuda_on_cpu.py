@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import ml_dtypes
@@ -102,6 +102,11 @@ def lower(func: tirx.PrimFunc) -> Lowered:
     return replace(found[0], versions=tuple(found[1:]))
 
 
+@lru_cache(maxsize=8)  # a kernel runs at several sizes one after the other
+def _lowered(func: tirx.PrimFunc, _is_early: bool) -> Lowered:
+    return lower(func)
+
+
 def cuda_source(func: tirx.PrimFunc) -> str:
     """The CUDA source of a scheduled PrimFunc."""
     return lower(func).source
@@ -152,7 +157,7 @@ def run_cuda_on_cpu(
     EmulationError
         Where an access is out of bounds or misaligned, or the threads wait for each other for ever.
     """
-    lowered = func if isinstance(func, Lowered) else lower(func)
+    lowered = func if isinstance(func, Lowered) else _lowered(func, is_to_be_early(func))
     launches: list[EmulationError | None] = []
     tensors = [a if isinstance(a, int) else _to_tensor(a) for a in arrays]
     memory = [t for t in tensors if not isinstance(t, int)]
