@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 
+from tvm_fusion.flow import plan_cache
+
 from . import call_overhead
 
 
@@ -16,6 +18,8 @@ def test_a_call_of_many_inputs_takes_less_than_eager_execution():
 
 @pytest.mark.nightly
 def test_a_call_takes_no_longer_than_inductors(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv(plan_cache.VARIABLE, "1")  # as users have it
+    monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path))
     out = tmp_path / "calls.json"
     arguments = ["--inputs", "20", "--batches", "200", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["call_overhead", *arguments])
@@ -26,4 +30,4 @@ def test_a_call_takes_no_longer_than_inductors(monkeypatch, capsys, tmp_path):
         torch.set_num_threads(threads)
     row = json.loads(capsys.readouterr().out)
     assert json.loads(out.read_text())["rows"] == [row]
-    assert row["over_inductor"] < 1.1  # 0.97 on a quiet machine
+    assert row["over_inductor"] <= 1  # 0.91 to 0.95 on a busy machine
