@@ -11,6 +11,8 @@ from tvm_fusion.frontends.torch.written.writes import Write, write_function
 from tvm_fusion.ir.access import Affine, AxisKind, Irregular, Pipe, Reduction
 from tvm_fusion.ir.extents import assumed, product_key
 from tvm_fusion.ir.reader import read_prim_func
+from tvm_fusion.kernels.convolution.blocks import is_convolution
+from tvm_fusion.kernels.gemm.product import match_product
 
 
 def only_func(emit, *inputs):
@@ -70,6 +72,15 @@ def test_a_matmul_is_a_contraction():
     assert block.is_matrix_product
     left, right = block.reads
     assert (left.axes, right.axes) == ({0, 2}, {1, 2})
+
+
+@pytest.mark.parametrize("what", [match_product, is_convolution])
+def test_what_a_contraction_is_is_found_once_for_all_groups(what):
+    operands = ((4, 8), "float32"), ((8, 16), "float32")
+    (block,) = only_func(lambda bb, x, y: op.matmul(x, y), *operands).blocks
+    found = what(block)
+    assert [*block.derived.values()] == [found]
+    assert what(block) is found
 
 
 def sum_of(term, *shapes):

@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ...ir.access import Access, Affine, Block, Index, Irregular
+from ...ir.access import Access, Affine, Block, Index, Irregular, derived
 from ...ir.graph import FusionGraph, Op
 from ...plan.group_view import GroupView
 
 
+@derived
 def is_convolution(block: Block) -> bool:
     """Whether a block sums products of data that is read at windows with weights."""
     if not block.is_contraction or len(block.reads) != 2:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...ir.access import Access, Affine, Block
+from ...ir.access import Access, Affine, Block, derived
 from ...ir.extents import assumed_product
 
 
@@ -26,6 +26,7 @@ class Product:
         return (self.right.axes - self.left.axes) & set(self.block.spatial)
 
 
+@derived
 def match_product(block: Block) -> Product | None:
     """The block as a matrix product, or None: a sum over axes that both operands share, every index
     a single axis.
