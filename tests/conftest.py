@@ -97,8 +97,10 @@ def _quicken_exports(patches: pytest.MonkeyPatch) -> None:
     annotations it evaluates 11,000 times, and looks all operators up once a namespace and asks of
     each whether it can be kept; that is half of the time in which a small module is exported and
     decomposed. Most of the kernels are for devices that no machine has which these tests are for.
+    Each trace makes twelve empty tensors for states of random numbers, a tenth of what is left.
     """
     import torch
+    from torch._decomp import decompositions_for_rng
     from torch._export import utils as torch_export
     from torch.export import exported_program
 
@@ -108,6 +110,13 @@ def _quicken_exports(patches: pytest.MonkeyPatch) -> None:
         found = getattr(torch_export, name, None)  # neither is there in every version
         if found is not None:
             patches.setattr(torch_export, name, cache(found))
+    empty = torch.tensor(())
+
+    def reset(state) -> None:
+        state.seed = state.base_offset = empty
+        state.relative_offset, state.offset_advanced_at_least_once = 0, False
+
+    patches.setattr(decompositions_for_rng.PhiloxState, "reset", reset)
     for name in ("_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", "_BACKEND_KEYS_TO_OVERRIDE"):
         keys = getattr(exported_program, name, ())
         kept = [key for key in keys if key.name.removeprefix("Autograd") in DEVICES]
