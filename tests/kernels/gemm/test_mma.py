@@ -542,6 +542,28 @@ def test_outputs_leave_wide_or_in_pairs(wide, dtype):
     check(found, kernel)
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("tile", "dtype"),
+    [
+        ((64, 64, 32, 16), HALF),
+        ((64, 64, 32, 32), BRAIN),
+        ((64, 128, 32, 64), HALF),
+    ],
+    ids=lambda x: x if isinstance(x, str) else f"{x[3]} columns",
+)
+def test_halves_of_rows_of_odd_length_leave_in_aligned_words(tile, dtype):
+    """Of a tile that ends with its last row, and one that goes on; the last columns are none of
+    the first words."""
+    shapes = [(77, 40), (40, 2 * tile[1] + 1), (2 * tile[1] + 1,)]
+    found = case(
+        "odd rows", graphs.bias_gelu, shapes, lambda x, w, b: [graphs.gelu_of(x @ w + b)], dtype
+    )
+    kernel = emit(found, MmaConfig(*tile, 64, 3))
+    assert "store_row_word" in cuda_source(kernel)
+    check(found, kernel)
+
+
 @pytest.mark.parametrize(("width", "depth"), [(64, 33), (128, 72)])
 def test_runs_of_columns_are_reduced_in_the_epilogue(width, depth):
     found = case(

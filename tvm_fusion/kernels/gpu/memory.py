@@ -112,3 +112,53 @@ def _move(target: Expr, source: Expr, size: int, piece: int) -> None:
     body = " ".join(moves) if size > piece else f"*({word}*)d = *(const {word}*)s;"
     name = f"move{size}" if size == piece else f"words{size}_{piece}"
     T.evaluate(device_call("void", name, "void* d, const void* s", body, target, source))
+
+
+# Rows of halves that start off 4 bytes, in aligned words of neighbouring columns.
+#
+# They lie in shared memory in lines of `columns` halves, the 16-byte chunks of a line swizzled as
+# in `gemm.mma.plan.Panel` and in a box of the TMA (64 columns). Word i of a line that starts at an
+# odd half holds columns 2 i + 1 and 2 i + 2; behind the last column comes the first, which such a
+# line has alone.
+
+SWIZZLED = 8
+"""Chunks that are swizzled among each other."""
+
+
+def row_word(columns: int, place: Expr, lines: Expr, line: Expr, word: Expr) -> Expr:
+    """The columns of a line that go to word `word` at `place`, where the line goes to."""
+    chunks = columns * 2 // WIDEST
+    turn = "row & 7" if chunks >= SWIZZLED else f"row * {chunks} / {SWIZZLED} & {chunks - 1}"
+    body = (
+        f"const unsigned short* b = (const unsigned short*)s + row * {columns}; int x = {turn}; "
+        f"int c = 2 * lane + ((int)((size_t)d >> 1) & 1), e = (c + 1) & {columns - 1}; "
+        "unsigned v = b[(((e >> 3) ^ x) << 3) + (e & 7)]; "
+        "return v << 16 | b[(((c >> 3) ^ x) << 3) + (c & 7)];"
+    )
+    arguments = "const void* d, const void* s, int row, int lane"
+    name = _of_columns("row_word", columns)
+    return device_call("uint32", name, arguments, body, place, lines, line, word)
+
+
+def words_read() -> Expr:
+    """A barrier of the warp between words that are read and stored: the compiler would read each
+    where it is stored, one after the other.
+    """
+    return device_call("void", "words_read", "", "__syncwarp();")
+
+
+def store_row_word(columns: int, place: Expr, value: Expr, word: Expr, count: Expr) -> Expr:
+    """Stores `row_word`, of it the first `count` columns of the line; there is at least one."""
+    body = (
+        "unsigned short* p = (unsigned short*)d; int odd = (int)((size_t)d >> 1) & 1; "
+        "int c = 2 * lane + odd; if (c + 1 < count) *(unsigned*)(p + c) = v; "
+        "else if (c < count) p[c] = (unsigned short)v; "
+        f"if (odd && lane == {columns // 2 - 1}) p[0] = (unsigned short)(v >> 16);"
+    )
+    name = _of_columns("store_row_word", columns)
+    arguments = "void* d, unsigned v, int lane, int count"
+    return device_call("void", name, arguments, body, place, value, word, count)
+
+
+def _of_columns(name: str, columns: int) -> str:
+    return name if columns == SWIZZLED * WIDEST // 2 else f"{name}{columns}"

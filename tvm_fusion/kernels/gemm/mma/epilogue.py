@@ -14,9 +14,9 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...contraction.reader import Output
-from ...gpu.access import affine_access, is_multiple, store_pair
+from ...gpu.access import AffineAccess, affine_access, is_multiple, store_pair
 from ...gpu.intrinsics import pack_halves
-from ...gpu.memory import copy_out
+from ...gpu.memory import copy_out, row_word, store_row_word, words_read
 from ...gpu.product_frame import Frame, Tile, coordinates, evaluate
 from ...program.expr import HALF_DTYPES, bytes_of, conjunction, constant, convert
 from ..epilogue import reads_in_place, values_by_part
@@ -31,6 +31,9 @@ PAIRED_DTYPES = ("float16", "bfloat16", "float32", "int32")
 
 # Halves of a wide store.
 WIDE = 8
+
+# Words of a thread that are read before the first is stored.
+AT_ONCE = 8
 
 # Columns of a piece: two groups of 8.
 CHUNK = 16
@@ -114,9 +117,10 @@ class Epilogue:
     """Emits the epilogue of a block; `sums` are a thread's registers of each accumulator.
 
     Wide outputs pass through shared memory (`ring`, free by then), 16 rows of a warp at a time, and
-    leave in stores of 16 bytes, a whole row of the warp's tile at once; others in pairs. Where that
-    memory is `own`, for nothing else, warps do not wait for each other. With `by_parts` what is
-    read for each element of the first 16 rows is asked for by `begin`, the rest 16 rows ahead.
+    leave in stores of 16 bytes, a whole row of the warp's tile at once; so do halves whose rows
+    start off 4 bytes, in aligned words; others leave in pairs. Where that memory is `own`, for
+    nothing else, warps do not wait for each other. With `by_parts` what is read for each element of
+    the first 16 rows is asked for by `begin`, the rest 16 rows ahead.
     """
 
     def __init__(
@@ -141,14 +145,19 @@ class Epilogue:
         self.partners = segment.segment.partners
         self.values = values_by_part(self.partners, segment.bindings, segment.outputs)
         self.paired = [self._run(output, 2, PAIRED_DTYPES) for output in segment.outputs]
-        # A line of a wide output's 16 rows: a row of the warp's tile.
+        # A line of a staged output's 16 rows: a row of the warp's tile.
         self.panel = Panel(16, config.warp_n * 2, True, 2)
-        self.wide: dict[int, int] = {}
+        self.staged: dict[int, int] = {}
+        self.wide: list[int] = []
         for position, output in enumerate(segment.outputs):
-            room = (len(self.wide) + 1) * config.warps * self.panel.size <= ring_size
-            whole = wide and output.partial is None
-            if whole and room and self._run(output, WIDE, HALF_DTYPES):
-                self.wide[position] = len(self.wide) * config.warps * self.panel.size
+            room = (len(self.staged) + 1) * config.warps * self.panel.size <= ring_size
+            if not wide or not room or output.partial is not None:
+                continue
+            is_wide = self._run(output, WIDE, HALF_DTYPES)
+            if is_wide or self._is_off_words(output):
+                self.staged[position] = len(self.staged) * config.warps * self.panel.size
+            if is_wide:
+                self.wide.append(position)
         self.warp = T.Bind(layout.thread // 32)
 
     def begin(self) -> None:
@@ -157,7 +166,7 @@ class Epilogue:
 
     def emit(self) -> None:
         """Emits all pieces."""
-        if self.wide and not self.own:
+        if self.staged and not self.own:
             T.evaluate(T.cuda.cta_sync())
         for part in range(self.config.tiles_m):
             self.layout.part = part
@@ -165,13 +174,13 @@ class Epilogue:
                 self.fetch.part_ahead(part + 1, self.tile)
             self.fetch.once(self.tile)
             self.fetch.ahead(0, self.tile)
-            if part and self.wide:
+            if part and self.staged:
                 T.evaluate(warp_sync())
             for chunk in range(self.layout.chunks):
                 self.fetch.ahead(chunk + 1, self.tile)
                 self._chunk(part, chunk)
                 self.partials.close(0, self.segment, self.tile, chunk)
-            if self.wide:
+            if self.staged:
                 T.evaluate(warp_sync())
                 self._flush()
 
@@ -186,7 +195,7 @@ class Epilogue:
                     if output.partial is not None:
                         place = chunk, group, half
                         self.partials.add(0, position, self.tile, place, tuple(values))
-                    elif position in self.wide:
+                    elif position in self.staged:
                         self._put(position, chunk * 2 + group, half, values)
                     else:
                         self._store(output, self.paired[position], row, column, values)
@@ -247,10 +256,15 @@ class Epilogue:
         T.evaluate(store_shared(self._staged(position, at), word))
 
     def _flush(self) -> None:
-        """16 rows of each wide output leave."""
+        """16 rows of each staged output leave."""
         layout, chunks = self.layout, self.panel.line // CHUNK_BYTES
         first = self.tile.m * self.config.block_m + convert(layout.warp_row, self.frame.index)
         start = self.tile.n * self.config.block_n + convert(layout.warp_column, self.frame.index)
+        for position in self.staged:
+            if position not in self.wide:
+                self._flush_words(position, first, start)
+        if not self.wide:
+            return
         for i in range(16 * chunks // 32):
             number = layout.lane + i * 32
             line, chunk = T.Bind(number // chunks), T.Bind(number % chunks)
@@ -268,9 +282,36 @@ class Epilogue:
         source = self._staged(position, self.panel.place(line, chunk))
         copy_out(lambda _: target, lambda _: source, CHUNK_BYTES, CHUNK_BYTES)
 
+    def _flush_words(self, position: int, first: Expr, start: Expr) -> None:
+        """16 rows of an output leave in aligned words."""
+        layout, segment, index = self.layout, self.segment, self.frame.index
+        output, columns = segment.outputs[position], self.config.warp_n
+        target, lines = self.frame.output(output.param), self._staged(position, T.int32(0))
+        left = layout.size(segment.N) - start
+        count = T.Bind(convert(tirx.Min(layout.size(columns), left), "int32"))
+        words = columns // 2  # of a line
+        with T.If(count > 0), T.Then():
+            for at in range(0, 16 * words // 32, AT_ONCE):
+                stores = []
+                for i in range(at, min(at + AT_ONCE, 16 * words // 32)):
+                    number = layout.lane + i * 32
+                    line, word = T.Bind(number // words), T.Bind(number % words)
+                    row = first + convert(line + layout.part * 16, index)
+                    exists = layout.exists(segment, row)
+                    point = layout.point(
+                        segment, self.tile, layout.existing_row(segment, row), start
+                    )
+                    place = target.ptr_to(self.frame.place(output.indices, point))
+                    value = T.Bind(row_word(columns, place, lines, line, word))
+                    stores.append((exists, store_row_word(columns, place, value, word, count)))
+                T.evaluate(words_read())
+                for exists, store in stores:
+                    with T.If(tirx.IntImm("bool", 1) if exists is None else exists), T.Then():
+                        T.evaluate(store)
+
     def _staged(self, position: int, at: Expr) -> Expr:
-        """Address in shared memory of a byte of this warp's part of a wide output."""
-        return self.ring.ptr_to([self.warp * self.panel.size + (self.wide[position] + at)])
+        """Address in shared memory of a byte of this warp's part of a staged output."""
+        return self.ring.ptr_to([self.warp * self.panel.size + (self.staged[position] + at)])
 
     def _inside(self, row: Expr, column: Expr) -> tuple[Expr | None, Expr | None]:
         """Whether a row and a column exist; None where all do."""
@@ -280,6 +321,15 @@ class Epilogue:
 
     def _run(self, output: Output, elements: int, dtypes: tuple[str, ...]) -> bool:
         """Whether aligned runs of columns are one access of an output."""
-        shape = self.frame.contraction.params[output.param].shape
-        access = affine_access(output.indices, shape, self.segment.groups)
+        access = self._access(output)
         return output.dtype in dtypes and access is not None and access.aligned(elements, "n")
+
+    def _is_off_words(self, output: Output) -> bool:
+        """Whether rows of an output of halves are contiguous as a whole, but start off 4 bytes."""
+        access = self._access(output)
+        whole = access is not None and len(access.digits["n"]) == 1 and access.contiguous("n")
+        return whole and output.dtype in HALF_DTYPES and not access.aligned(2, "n")
+
+    def _access(self, output: Output) -> AffineAccess | None:
+        shape = self.frame.contraction.params[output.param].shape
+        return affine_access(output.indices, shape, self.segment.groups)
