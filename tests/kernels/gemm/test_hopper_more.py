@@ -512,6 +512,15 @@ def test_kernels_that_store_by_rows_compile_without_spills_or_serialised_wgmma()
     assert (compiled.spill_bytes, compiled.remarks) == (0, ())
 
 
+def test_rings_leave_room_for_rows_of_odd_length():
+    """A ring of all shared memory would have them leave in pieces of 2 bytes."""
+    contraction = contraction_of(graphs.linear, (1500, 256), (4099, 256))
+    problem = read_problems(contraction)[0]
+    plans = [make_plan(problem, config, H200) for _, config in hopper_ranked(contraction, H200)]
+    assert plans
+    assert all(plan.by_rows == (0,) for plan in plans)
+
+
 def masked(bb, x, w, mask, other):
     """where(mask, x w, other), turned."""
     product = bb.emit(op.matmul(x, w))

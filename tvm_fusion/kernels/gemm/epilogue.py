@@ -170,6 +170,17 @@ class _Mover:
 # What the arithmetic behind matrix products costs.
 
 
+def starts_off_words(output: Output, shape: Sequence[Extent] | None, groups: Groups) -> bool:
+    """Whether rows of an output of halves are contiguous as a whole, but start off 4 bytes: what a
+    thread holds of one would leave in pieces of 2.
+    """
+    if output.partial is not None or output.dtype not in HALF_DTYPES:
+        return False
+    access = affine_access(output.indices, shape, groups)
+    whole = access is not None and len(access.digits["n"]) == 1
+    return whole and access.contiguous("n") and not access.aligned(2, "n")
+
+
 class HasEpilogue(Protocol):
     """A segment, of a contraction or of a form's problem."""
 

@@ -11,12 +11,12 @@ from tvm import tirx
 from ....config import HardwareProfile
 from ....errors import Unsupported
 from ...contraction.model import RowPartial
-from ...gpu.access import affine_access
 from ...gpu.product_frame import ceil_div
 from ...gpu.tensor_map import TensorMap
 from ...group.traffic import clusters_on_device
-from ...program.expr import HALF_DTYPES, constant, dtype_of
+from ...program.expr import constant, dtype_of
 from ...program.program import Extent
+from ..epilogue import starts_off_words
 from ..partials import RUN_DTYPES
 from .config import CHUNK, MULTICASTS, SPLITS, HopperConfig
 from .model import BOX, STEP_BYTES, HopperProblem, HopperSegment
@@ -345,7 +345,7 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
         b_maps=tuple(
             tuple(view.boxes(out_n // c.multicast) for view in s.b) for s in problem.segments
         ),
-        by_rows=tuple(None if c.staged else _by_rows(problem, s) for s in problem.segments),
+        by_rows=tuple(None if c.staged else output_by_rows(problem, s) for s in problem.segments),
         data_stages=DATA_STAGES if problem.streams else 0,
         data_bytes=_arriving(problem, a_rows) if problem.streams else 0,
         producer_registers=WINDOW_REGISTERS if problem.has_windows else PRODUCER_REGISTERS,
@@ -399,15 +399,11 @@ def _arriving(problem: HopperProblem, rows: int) -> int:
 
 
 @lru_cache(maxsize=64)  # of each segment for all of its configurations
-def _by_rows(problem: HopperProblem, segment: HopperSegment) -> int | None:
-    """An output of halves whose rows are contiguous as a whole, but start off 4 bytes."""
+def output_by_rows(problem: HopperProblem, segment: HopperSegment) -> int | None:
+    """An output whose rows start off 4 bytes."""
     for position, output in enumerate(segment.outputs):
-        if output.partial is not None or output.dtype not in HALF_DTYPES:
-            continue
         shape = problem.contraction.params[output.param].shape
-        access = affine_access(output.indices, shape, segment.groups)
-        whole = access is not None and len(access.digits["n"]) == 1
-        if whole and access.contiguous("n") and not access.aligned(2, "n"):
+        if starts_off_words(output, shape, segment.groups):
             return position
     return None
 

@@ -14,12 +14,13 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...contraction.reader import Output
-from ...gpu.access import AffineAccess, affine_access, is_multiple, store_pair
+from ...gpu.access import affine_access, is_multiple, store_pair
 from ...gpu.intrinsics import pack_halves
 from ...gpu.memory import copy_out, row_word, store_row_word, words_read
 from ...gpu.product_frame import Frame, Tile, coordinates, evaluate
 from ...program.expr import HALF_DTYPES, bytes_of, conjunction, constant, convert
-from ..epilogue import reads_in_place, values_by_part
+from ...program.program import Extent
+from ..epilogue import reads_in_place, starts_off_words, values_by_part
 from ..hopper.fetch import Fetch
 from ..hopper.partials import Partials
 from .plan import Panel, WarpTiles
@@ -154,7 +155,7 @@ class Epilogue:
             if not wide or not room or output.partial is not None:
                 continue
             is_wide = self._run(output, WIDE, HALF_DTYPES)
-            if is_wide or self._is_off_words(output):
+            if is_wide or starts_off_words(output, self._shape(output), segment.groups):
                 self.staged[position] = len(self.staged) * config.warps * self.panel.size
             if is_wide:
                 self.wide.append(position)
@@ -321,15 +322,8 @@ class Epilogue:
 
     def _run(self, output: Output, elements: int, dtypes: tuple[str, ...]) -> bool:
         """Whether aligned runs of columns are one access of an output."""
-        access = self._access(output)
+        access = affine_access(output.indices, self._shape(output), self.segment.groups)
         return output.dtype in dtypes and access is not None and access.aligned(elements, "n")
 
-    def _is_off_words(self, output: Output) -> bool:
-        """Whether rows of an output of halves are contiguous as a whole, but start off 4 bytes."""
-        access = self._access(output)
-        whole = access is not None and len(access.digits["n"]) == 1 and access.contiguous("n")
-        return whole and output.dtype in HALF_DTYPES and not access.aligned(2, "n")
-
-    def _access(self, output: Output) -> AffineAccess | None:
-        shape = self.frame.contraction.params[output.param].shape
-        return affine_access(output.indices, shape, self.segment.groups)
+    def _shape(self, output: Output) -> tuple[Extent, ...] | None:
+        return self.frame.contraction.params[output.param].shape
