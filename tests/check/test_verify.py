@@ -364,6 +364,14 @@ def test_floats_are_drawn_from_a_normal_distribution(dtype):
     assert abs(float(x.astype("float64").std()) - 1) < 0.05
 
 
+def test_a_large_tensor_repeats_what_is_drawn_and_has_no_equal_rows():
+    shape = (4, 2, 1024, 1024)
+    (x,) = random_inputs(function(("x", relax.TensorType(shape, "float16"))))
+    assert (x.shape, x.dtype) == (shape, "float16")
+    rows = x.reshape(-1, 1024)
+    assert len(np.unique(rows.view(f"V{rows[0].nbytes}"))) == len(rows)
+
+
 def test_inputs_depend_on_seed_and_name_only():
     x, y = ("x", relax.TensorType((4,), "float32")), ("y", relax.TensorType((4,), "float32"))
     both, one = random_inputs(function(x, y), seed=1), random_inputs(function(y), seed=1)

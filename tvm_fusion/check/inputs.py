@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,10 @@ _LARGEST = 9
 _NUMBERS = range(-_LARGEST, _LARGEST + 1)
 _DIVISORS = range(1, _LARGEST + 1)
 _PLACES = range(2)  # within whatever has two elements
+
+_MOST_DRAWN = 2**22 - 3
+"""Floats that are drawn for a tensor; behind them they begin again. A prime: no two of its rows of
+a power of two are the same. 2e9 numbers, a model's caches, would be drawn for a minute."""
 
 _FAR, _ENDS = 4.0, 16  # extreme floats, and among how many of the last elements of a line they are
 
@@ -182,10 +187,11 @@ class _Draw:
             if self.extreme and integers == _NUMBERS:
                 _spike(values, rng, 3.0 * _LARGEST, unsigned=dtype.startswith("uint"))
             return values.astype(dtype)
-        values = np.asarray(rng.standard_normal(shape))
+        drawn = rng.standard_normal(min(math.prod(shape), _MOST_DRAWN)).astype(numpy_dtype(dtype))
+        values = np.resize(drawn, shape)
         if self.extreme and integers == _NUMBERS:
             _spike(values, rng, _FAR)
-        return values.astype(numpy_dtype(dtype))
+        return values
 
 
 def extent_of(value: tvm.ir.Expr, sizes: Mapping[str, int]) -> int:
