@@ -173,14 +173,17 @@ def _require(device: str, count: int) -> None:
 
 
 def total(row: dict[str, Any]) -> None:
-    """Fill in what a call should take: where processes are simulated, what was measured of one, and
-    what its collectives would take one after the other; else what is predicted of both.
+    """Fill in what a call should take: where processes are simulated, what the kernels of one took
+    (on a CPU, its call), and what its collectives would take one after the other; else what is
+    predicted of both. Stand-ins of collectives run on the host, one by one, between the kernels.
     """
     predicted = [one.get("predicted_us") for one in row.get("collectives", ())]
     row["step_us"] = None
     if None in predicted or OURS not in row["wall_us"]:
         return
-    of_parts = row["wall_us"][OURS] if row["is_simulated"] else row["predicted_us"]
+    of_parts = row["predicted_us"]
+    if row["is_simulated"]:
+        of_parts = row.get("kernel_us", {}).get(OURS) or row["wall_us"][OURS]
     row["step_us"] = of_parts + sum(predicted)
 
 
