@@ -147,6 +147,22 @@ def test_each_range_is_right_at_its_edges(name, hw, monkeypatch):
         check(lambda x, _: written([x])[0], reference, at(shape, values), HALF)
 
 
+@pytest.mark.parametrize("name", ["square", "all", "channels last"])
+def test_places_that_int32_does_not_count_have_a_kernel_of_their_own(name, monkeypatch):
+    emit, reference, shape = POOLS[name]
+    monkeypatch.setattr(versions, "_narrow", lambda problem: 12)
+    written = EmulatedModule.of(
+        Planned.of(module(emit, (shape, HALF)), H200.to_target(), H200, POLICY)
+    )
+    wide = {name: kernel.source.count("(int64_t)") for name, kernel in written.kernels.items()}
+    (beyond,) = (count for name, count in wide.items() if "beyond" in name)
+    assert min(wide.values()) == 0 < beyond
+    sizes = sizes_within(shape)
+    for n in (11, 12, 13, 16):
+        values = dict.fromkeys(sizes, 5) | {sizes[-1]: n}
+        check(lambda x, _: written([x])[0], reference, at(shape, values), HALF)
+
+
 @pytest.mark.parametrize("name", ["batch", "channels last, odd"])
 def test_no_results_are_no_error(name):
     emit, _, shape = POOLS[name]

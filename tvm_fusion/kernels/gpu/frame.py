@@ -78,9 +78,11 @@ def kernel_frame(
     threads: int,
     cluster: int = 1,
     scratch: Sequence[tuple[int, str]] = (),
+    narrow: bool = False,
 ) -> Iterator[Frame]:
     """Opens a TIRx kernel with the parameters of `program`; `grid` counts clusters. `scratch` says
-    how many elements of which type.
+    how many elements of which type. With `narrow` parameters of symbolic size have as few elements
+    as int32 counts.
     """
     if isinstance(grid, int) and grid * cluster > GRID_LIMIT:
         raise Unsupported(f"a grid of {grid * cluster} blocks")
@@ -101,7 +103,7 @@ def kernel_frame(
             frame.block = T.Bind(T.truncdiv(frame.block, cluster))
         frame.thread = T.thread_id([threads])
         for param, arg in zip(program.params, args, strict=True):
-            frame.buffers.append(None if param.shape is None else _flat(param, arg))
+            frame.buffers.append(None if param.shape is None else _flat(param, arg, narrow))
         yield frame
     frame.func = _finish(builder.get(), program)
 
@@ -118,8 +120,11 @@ def _declare(param: Param, frame: Frame, sizes: Collection[Var]) -> Var:
     return arg
 
 
-def _flat(param: Param, arg: Var) -> Var:
-    return T.decl_buffer((param.elements,), param.dtype, data=arg.data)
+def _flat(param: Param, arg: Var, narrow: bool) -> Var:
+    elements = param.elements
+    if narrow and not isinstance(elements, int):
+        elements = convert(elements, "int32")
+    return T.decl_buffer((elements,), param.dtype, data=arg.data)
 
 
 def _finish(func: tirx.PrimFunc, program: Program) -> tirx.PrimFunc:

@@ -106,6 +106,7 @@ def with_values(extent: Extent, values: dict[Var, int]) -> int:
 def _analyzer(*extents: Extent) -> tvm.sym.Analyzer:
     found = tvm.sym.Analyzer()
     for size in variables(*(e for e in extents if not isinstance(e, int))):
-        one, most = constant(1, dtype_of(size)), constant(MAX_EXTENT, dtype_of(size))
-        found.bind(size, tvm.ir.Range(one, most))
+        dtype = dtype_of(size)
+        most = MAX_EXTENT if dtype == INDEX else (1 << 31) - 1
+        found.bind(size, tvm.ir.Range(constant(1, dtype), constant(most, dtype)))
     return found

@@ -8,30 +8,43 @@ Only arithmetic on coordinates and constants is narrowed, and only where every i
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import tvm
 import tvm_ffi
 from tvm import tirx
 from tvm.ir import Expr, Var
 
+from ...ir.extents import Bounds
 from .expr import Binary, Comparison, bounds, constant, convert, dtype_of, rebuild, variables
-from .program import Program
+from .program import Extent, Program
 
 INT32_LIMIT = 2**31
+MORE = 2
+"""How often an int32 counts what there is of a symbolic number, which is divided among threads."""
 
 
-def narrow_indices(program: Program) -> Program:
-    """`program` over int32 coordinates; itself where a parameter is too large or symbolic."""
-    if program.index_dtype == "int32" or not program.is_static:
+def narrow_indices(
+    program: Program,
+    sizes: Mapping[Var, Bounds] | None = None,
+    renamed: Mapping[Var, Var] | None = None,
+) -> Program:
+    """`program` over int32 coordinates; itself where a parameter is too large or symbolic, unless
+    `sizes` has bounds that say otherwise. The int32 variables that sizes are `renamed` to stand in
+    their place, but for the shapes of parameters.
+    """
+    if program.index_dtype == "int32" or (not program.is_static and not renamed):
         return program
-    sizes = [param.elements for param in program.params]
-    if any(not isinstance(size, int) or size >= INT32_LIMIT for size in sizes):
+    narrower = _Narrower(program, sizes or {}, renamed or {})
+    counts = [program.row_count * program.columns, *(p.elements for p in program.params)]
+    if not all(map(narrower.counts, counts if renamed else counts[1:])):
         return program
-    narrower = _Narrower(program)
     visit, offset = narrower.visit, narrower.offset
     replace = dataclasses.replace
     return replace(
         program,
+        rows=tuple(map(narrower.extent, program.rows)),
+        columns=narrower.extent(program.columns),
         row_vars=tuple(narrower.env[var] for var in program.row_vars),
         column_var=narrower.env[program.column_var],
         tiles=tuple(replace(t, offset=offset(t.offset)) for t in program.tiles),
@@ -64,10 +77,23 @@ def narrow_indices(program: Program) -> Program:
 class _Narrower:
     """Expressions of one program, with int32 variables in the place of its coordinates."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(
+        self, program: Program, sizes: Mapping[Var, Bounds], renamed: Mapping[Var, Var]
+    ) -> None:
         coordinates = (*program.row_vars, program.column_var)
-        self.analyzer = program.analyzer()
+        self.analyzer = program.analyzer(sizes)
         self.env: dict[Var, Expr] = {v: Var(v.name, tvm.ir.PrimType("int32")) for v in coordinates}
+        self.env |= renamed
+
+    def counts(self, extent: Extent) -> bool:
+        """Whether an int32 counts so many, and a block of threads more."""
+        if isinstance(extent, int):
+            return extent < INT32_LIMIT
+        return all(v in self.env for v in variables(extent)) and self.fits(extent * MORE)
+
+    def extent(self, extent: Extent) -> Extent:
+        """A size in int32."""
+        return extent if isinstance(extent, int) else self.shrink(extent)
 
     def offset(self, expr: Expr) -> Expr:
         """An offset, in int32 unless it depends on data."""

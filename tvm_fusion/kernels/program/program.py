@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import tvm
@@ -26,6 +26,7 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 
 from ...ir.blocks import log_add
+from ...ir.extents import Bounds
 from .expr import unflatten, variables
 
 Extent = int | Expr
@@ -278,9 +279,11 @@ class Program:
         shape = self.params[access.param].shape
         return unflatten(offset, shape, self.analyzer())
 
-    def analyzer(self) -> tvm.sym.Analyzer:
-        """An analyzer that knows the ranges of the coordinates."""
+    def analyzer(self, sizes: Mapping[Var, Bounds] | None = None) -> tvm.sym.Analyzer:
+        """An analyzer that knows the ranges of the coordinates, and the bounds of `sizes`."""
         analyzer = tvm.sym.Analyzer()
+        for size, bounds in (sizes or {}).items():
+            bounds.tell(analyzer, size)
         for var, extent in zip(
             (*self.row_vars, self.column_var), (*self.rows, self.columns), strict=True
         ):

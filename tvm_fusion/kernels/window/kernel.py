@@ -48,7 +48,6 @@ from ..program.expr import (
     widened,
 )
 from ..program.extents import divided_up, larger, simplified, sized
-from ..program.narrow import narrow_indices
 from ..program.program import (
     COMBINE,
     Element,
@@ -110,12 +109,16 @@ def write_windows(problem: Windowed, hw: HardwareProfile, config: WindowConfig) 
     """The kernel of a configuration, for sizes at which there are results enough."""
     if config.threads > hw.max_threads_per_block or not fits(problem.axes, config):
         raise Unsupported(f"{config} for windows along {problem.axes}")
-    body, after = (closed_forms(narrow_indices(p)) for p in (problem.body, problem.after))
-    threads = math.prod(_counts(problem, config))
-    blocks = divided_up(threads, config.threads)
+    blocks = divided_up(math.prod(_counts(problem, config)), config.threads)
     grid = blocks if isinstance(blocks, int) else larger(blocks, 1)
-    with kernel_frame(body, grid, config.threads) as frame:
-        _Kernel(problem, body, after, config, frame).emit(threads)
+    sizes = {size: Var(size.name, tvm.ir.PrimType("int32")) for size in problem.sizes}
+    own = problem.narrowed(sizes)
+    narrow = own.body.index_dtype == "int32"
+    with kernel_frame(problem.body, grid, config.threads, narrow=narrow) as frame:
+        for size, renamed in sizes.items():
+            if renamed in own.sizes:
+                T.Bind(convert(size, "int32"), var=renamed)
+        _Kernel(own, closed_forms(own.body), closed_forms(own.after), config, frame).emit()
     return frame.func
 
 
@@ -147,9 +150,9 @@ class _Kernel:
         self.needed = self.columns.needed(config.width)
         self.runs = self._runs()
 
-    def emit(self, threads: Extent) -> None:
+    def emit(self) -> None:
         """All of it; the last block may have threads left over."""
-        config = self.config
+        config, threads = self.config, math.prod(_counts(self.problem, self.config))
         block, thread = (convert(x, self.index) for x in (self.frame.block, self.frame.thread))
         number = T.Bind(block * config.threads + thread)
         whole = isinstance(threads, int) and threads % config.threads == 0
@@ -158,6 +161,11 @@ class _Kernel:
 
     def _sized(self, extent: Extent) -> int | Expr:
         return extent if isinstance(extent, int) else sized(extent, self.index)
+
+    def _bound(self, coordinate: Expr) -> Var:
+        """A variable with a coordinate; where sizes are symbolic, no pass looks through it."""
+        static = self.problem.is_static
+        return T.Bind(coordinate if static else held(coordinate))
 
     def _within(self, coordinate: Expr, count: int | Expr) -> None:
         """Notes how many values a coordinate has."""
@@ -183,15 +191,15 @@ class _Kernel:
         owned: dict[int, Expr] = {}
         counts = [self._sized(count) for count in _counts(self.problem, self.config)]
         for n in reversed(range(len(counts))):
-            own = number if n == 0 else T.Bind(T.truncmod(number, counts[n]))
-            number = number if n == 0 else T.Bind(T.truncdiv(number, counts[n]))
+            own = number if n == 0 else self._bound(T.truncmod(number, counts[n]))
+            number = number if n == 0 else self._bound(T.truncdiv(number, counts[n]))
             each = self.config.width if n == len(counts) - 1 else self.config.tall
             if each > 1 and (n == len(counts) - 1 or n == self.tall):
                 last = self.axes[n].extent - each
                 self._within(own, counts[n])
                 if known_factor(self.axes[n].extent, self.analyzer) % each:
-                    owned[n] = T.Bind(own * each)
-                    own = T.Bind(tirx.Min(owned[n], sized(last, self.index)))
+                    owned[n] = self._bound(own * each)
+                    own = self._bound(tirx.Min(owned[n], sized(last, self.index)))
                     self._within(own, self._sized(simplified(last + 1)))
                 else:
                     own = own * each
@@ -297,10 +305,10 @@ class _Kernel:
         if isinstance(condition, tirx.Not):
             holds = self._holds(condition.a)
             return None if holds is None else not holds
-        if not isinstance(condition, tirx.LT):
+        if not isinstance(condition, tirx.LT | tirx.LE):
             return None
-        known = list(self.last)
-        form = linear_form(condition.b - condition.a, known)
+        known, slack = list(self.last), int(isinstance(condition, tirx.LE))
+        form = linear_form(condition.b - condition.a + slack, known)
         steps = None if form is None else [number(step) for step in form[0]]
         if steps is None or None in steps:
             return None
@@ -415,7 +423,7 @@ class _Row:
 
     def __init__(self, kernel: _Kernel, at: Sequence[Expr], start: Expr) -> None:
         self.kernel, body = kernel, kernel.body
-        self.scope = RowScope(body, kernel.frame)
+        self.scope = _Scope(body, kernel.frame, self._decided if kernel.last else None)
         for var, place in zip(body.row_vars, at, strict=True):
             self.scope.env[var] = place
         self.scope.load_scalars()
@@ -513,6 +521,19 @@ def _alike(part: Expr, column: Var, first: Expr, last: Expr) -> bool:
     if not isinstance(part, tirx.LT | tirx.LE | tirx.GT | tirx.GE) or not same(first, last):
         return False
     return linear_form(part.a, [column]) is not None and linear_form(part.b, [column]) is not None
+
+
+class _Scope(RowScope):
+    """What is known of a row; `decide` takes conditions out before those on the row are bound."""
+
+    def __init__(
+        self, program: Program, frame: Frame, decide: Callable[[Expr], Expr] | None
+    ) -> None:
+        super().__init__(program, frame)
+        self.decide = decide
+
+    def prepare(self, expr: Expr) -> Expr:
+        return super().prepare(expr if self.decide is None else self.decide(self.row(expr)))
 
 
 class _Place(Point):

@@ -29,6 +29,7 @@ from ..program.expr import (
     widened,
 )
 from ..program.extents import equal_sizes, simplified, with_values
+from ..program.narrow import narrow_indices
 from ..program.program import COMBINE, Extent, Output, Param, Program, ReduceKind
 from ..program.resolver import Placeholders, Resolver, is_neutral
 from ..program.space import Space, index_dtype_of, make_space
@@ -73,10 +74,20 @@ class Windowed:
 
     def analyzer(self, program: Program) -> tvm.sym.Analyzer:
         """One that knows the coordinates of a program of this problem, and the sizes."""
-        found = program.analyzer()
-        for size, bounds in self.sizes.items():
-            bounds.tell(found, size)
-        return found
+        return program.analyzer(self.sizes)
+
+    def narrowed(self, sizes: Mapping[Var, Var]) -> Windowed:
+        """The same over int32 coordinates, and over these int32 `sizes` in the place of its own;
+        itself where something may not fit.
+        """
+        programs = [narrow_indices(p, self.sizes, sizes) for p in (self.body, self.after)]
+        if any(program.index_dtype != "int32" for program in programs):
+            return self
+        body, after = programs
+        extents = (*after.rows, after.columns)
+        axes = tuple(replace(a, extent=n) for a, n in zip(self.axes, extents, strict=True))
+        bounds = {sizes[size]: known for size, known in self.sizes.items()}
+        return replace(self, axes=axes, body=body, after=after, sizes=bounds)
 
     def at(self, values: Mapping[Var, int]) -> tuple[Sliding, ...]:
         """The axes where sizes have values."""

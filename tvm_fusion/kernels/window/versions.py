@@ -12,12 +12,12 @@ symbolic sizes the number of results is compared, and sizes are taken to grow to
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tvm import tirx
-from tvm.ir import Expr, Var
+from tvm.ir import Expr, PrimType, Var
 
 from ...errors import Unsupported
 from ...ir.extents import Bounds
@@ -35,9 +35,6 @@ SIZES = (1, 2, 3, *(n << exponent for exponent in range(15) for n in (4, 6)))
 GAIN = 0.01
 """Of the time of some size, what vectors must save to have versions of their own."""
 
-LARGEST = 1 << 32
-"""Results of the largest sizes that are asked about, at least of the smallest."""
-
 Values = Mapping[Var, int]
 
 
@@ -51,42 +48,69 @@ class _Ranges:
     numbers : the largest of each range.
     ends : the values of the sizes there.
     starts : and where a range begins; as at its end where that is not known of several sizes.
+    narrow : sizes up to which all places are numbers of 32 bits; None where all are.
     """
 
     compared: Expr
     numbers: Sequence[int]
     ends: Sequence[Values]
     starts: Sequence[Values]
+    narrow: int | None
 
     @classmethod
     def of(cls, problem: Windowed) -> _Ranges:
         """Those of a problem."""
-
-        def results(values: Values) -> int:
-            return math.prod(axis.extent for axis in problem.at(values))
-
+        narrow = _narrow(problem)
+        sizes = SIZES if narrow is None else [n for n in SIZES if n <= narrow]
         if len(problem.sizes) == 1:
             ((size, bounds),) = problem.sizes.items()
-            first, *others = read_at(SIZES, bounds)
-            ends = [first, *(n for n in others if results({size: n}) <= LARGEST)]
+            ends = read_at(sizes, bounds)
             starts = [max(bounds.least, 1), *(end + 1 for end in ends[:-1])]
-            return cls(size, ends, [{size: n} for n in ends], [{size: n} for n in starts])
+            return cls(size, ends, [{size: n} for n in ends], [{size: n} for n in starts], narrow)
         points = {}
-        for n in SIZES:
+        for n in sizes:
             values = {size: bounds.nearest(n) for size, bounds in problem.sizes.items()}
-            if not points or results(values) <= LARGEST:
-                points[results(values)] = values
+            points[math.prod(axis.extent for axis in problem.at(values))] = values
         found = list(points.values())
-        return cls(problem.results, list(points), found, found)
+        return cls(problem.results, list(points), found, found, narrow)
 
     @property
     def is_of_one_size(self) -> bool:
         """Whether sizes of a range are known to be between its ends."""
         return isinstance(self.compared, Var)
 
-    def upto(self, most: int | None) -> Expr | None:
-        """The condition that a call is not beyond a range; None where any is."""
-        return None if most is None else self.compared <= constant(most, dtype_of(self.compared))
+    def upto(self, most: int | None, sizes: Iterable[Var]) -> Expr | None:
+        """The condition that a call is not beyond a range, and its `sizes` narrow; None where any
+        is.
+        """
+        limits = [] if most is None else [(self.compared, most)]
+        if self.narrow is not None and (most is None or not self.is_of_one_size):
+            limits += [(size, self.narrow) for size in sizes]
+        return conjunction(*(of <= constant(end, dtype_of(of)) for of, end in limits))
+
+
+def _narrow(problem: Windowed) -> int | None:
+    """The largest of `SIZES` up to which int32 counts all places; None where no bound is needed, or
+    none helps.
+    """
+    if _is_narrow(problem):
+        return None
+    least = max(bounds.least for bounds in problem.sizes.values())
+    return max((n for n in SIZES if n >= least and _is_narrow(_upto(problem, n))), default=None)
+
+
+def _is_narrow(problem: Windowed) -> bool:
+    sizes = {size: Var(size.name, PrimType("int32")) for size in problem.sizes}
+    return problem.narrowed(sizes).body.index_dtype == "int32"
+
+
+def _upto(problem: Windowed, most: int) -> Windowed:
+    """The problem where no size is larger."""
+    sizes = {
+        size: replace(bounds, most=min(most, bounds.most or most))
+        for size, bounds in problem.sizes.items()
+    }
+    return replace(problem, sizes=sizes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +121,11 @@ class _Lines:
 
     problem: Windowed
     multiple: Multiple | None = None
+
+    @property
+    def renamed(self) -> Mapping[Var, Expr]:
+        """What its sizes are in the function's, if others."""
+        return {} if self.multiple is None else self.multiple.sizes
 
     def at(self, values: Values) -> dict[Var, int]:
         """Values of its sizes where the function's have `values`."""
@@ -140,7 +169,7 @@ def write_window_versions(
         always = problem.sizes[multiple.size].multiple % multiple.of == 0
         lines = [_Lines(divided, multiple), *([] if always else lines)]
     try:
-        for most in (MOST, MOST - 1):
+        for most in (MOST, MOST - 1, MOST - 2):
             branches = _branches(problem, lines, ranges, most, hw)
             if len(branches) <= MOST:
                 break
@@ -167,6 +196,45 @@ def _quotients(problem: Windowed, multiple: Multiple) -> dict[Var, Bounds]:
     return {multiple.quotient: Bounds(-(-bounds.least // of), most), **found}
 
 
+class _Served(NamedTuple):
+    """What one kernel is for."""
+
+    lines: _Lines
+    problem: Windowed
+    config: WindowConfig
+    condition: Expr | None
+    name: int | str
+
+
+def _served(
+    problem: Windowed,
+    lines: Sequence[_Lines],
+    tables: Sequence[Sequence[Ranked]],
+    ranges: _Ranges,
+    most: int,
+) -> Iterator[_Served]:
+    """What each of at most so many kernels is for; behind them what int32 does not count."""
+    config = None
+    for one, versions in zip(lines, _fewest(tables, ranges.numbers, most), strict=True):
+        divides = None if one.multiple is None or one is lines[-1] else one.multiple.divides
+        start = 0
+        for version in versions:
+            end, known, config = version.most, one.problem, version.config
+            if ranges.is_of_one_size:
+                bounds = problem.sizes[ranges.compared]
+                known = one.within(max(start, bounds.least), end or ranges.narrow or bounds.most)
+                start = (end or 0) + 1
+            elif ranges.narrow is not None:
+                known = _upto(known, ranges.narrow)
+            condition = conjunction(divides, ranges.upto(end, problem.sizes))
+            yield _Served(one, known, config, condition, _name(one, ranges, end))
+    if config is not None and ranges.narrow is not None:
+        known = one.problem
+        if ranges.is_of_one_size:
+            known = one.within(ranges.narrow + 1, problem.sizes[ranges.compared].most)
+        yield _Served(one, known, config, None, "beyond")
+
+
 def _branches(
     problem: Windowed, lines: Sequence[_Lines], ranges: _Ranges, most: int, hw: HardwareProfile
 ) -> list[Branch]:
@@ -174,23 +242,13 @@ def _branches(
     tables = [one.tables(ranges, hw) for one in lines]
     if len(lines) == 2 and not _saves(*tables):
         lines, tables = lines[1:], tables[1:]
-    found, few = [], {}
-    for one, versions in zip(lines, _fewest(tables, ranges.numbers, most), strict=True):
-        is_last = one is lines[-1]
-        start = 0
-        for version in versions:
-            known, end = one.problem, version.most
-            if ranges.is_of_one_size:
-                bounds = problem.sizes[ranges.compared]
-                known = one.within(max(start, bounds.least), end or bounds.most)
-                start = (end or 0) + 1
-            for axis, least in unproven(known, version.config):
-                few[axis] = max(few.get(axis, 0), least)
-            kernel = write_windows(known, hw, version.config)
-            divides = None if one.multiple is None or is_last else one.multiple.divides
-            condition = conjunction(divides, ranges.upto(end))
-            sizes = {} if one.multiple is None else one.multiple.sizes
-            found.append(Branch(kernel, condition, _name(one, ranges, end), sizes))
+    found: list[Branch] = []
+    few: dict[int, int] = {}
+    for one in _served(problem, lines, tables, ranges, most):
+        for axis, least in unproven(one.problem, one.config):
+            few[axis] = max(few.get(axis, 0), least)
+        kernel = write_windows(one.problem, hw, one.config)
+        found.append(Branch(kernel, one.condition, one.name, one.lines.renamed))
     if few and found:
         config = min(tables[-1][0], key=lambda entry: entry[1].width * entry[1].tall)[1]
         extents = ((problem.axes[axis].extent, least) for axis, least in few.items())
@@ -219,10 +277,11 @@ def _fewest(
 
 def _name(lines: _Lines, ranges: _Ranges, most: int | None) -> int | str:
     divided = "" if lines.multiple is None else f"of{lines.multiple.of}_"
-    if most is None:
+    if most is None and ranges.narrow is None:
         return f"{divided}beyond"
-    if ranges.is_of_one_size:
-        return f"{divided}upto_{most}" if divided else most
+    if most is None or ranges.is_of_one_size:
+        end = most or ranges.narrow
+        return f"{divided}upto_{end}" if divided else end
     return f"{divided}upto_{most}_results"
 
 
