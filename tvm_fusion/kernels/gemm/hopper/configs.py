@@ -16,6 +16,7 @@ from ...program.expr import bytes_of
 from ..epilogue import operation_s
 from .config import SPLITS, HopperConfig
 from .cost import (
+    DIRECT_ROWS,
     FEW_WAVES,
     LINE_BYTES,
     STAGED_TILES,
@@ -33,7 +34,7 @@ from .plan import (
     DATA_STAGES,
     DEFERRED_STEPS,
     make_plan,
-    output_by_rows,
+    stores_by_rows,
 )
 
 MAX_STAGES = 16
@@ -286,8 +287,9 @@ def _deepest(
             short = _least_steps(problem) < DEFERRED_STEPS
             boxes = 2 * count if short and split == 1 else count
     # A ring that leaves no box has rows off 4 bytes leave in pieces of 2: 1500 x 4099 x 256 takes
-    # 33 us in tiles of 128 x 128 on an H200 with it, and 20 on mma.sync.
-    by_rows = not staged and any(output_by_rows(problem, s) is not None for s in problem.segments)
+    # 33 us in tiles of 128 x 128 on an H200 then, not 16. Of few rows that is no loss: 64 x 5001 x
+    # 768 takes 5.6, and 6.3 by way of a box.
+    by_rows = not staged and assumed(problem.M) > DIRECT_ROWS and stores_by_rows(problem)
     room = block_m // BOX * (boxes or int(by_rows)) * BOX_BYTES
     free = hw.smem_per_block_bytes - BARRIER_BYTES - room
     data, stage = block_m // BOX * problem.box_bytes, block_n * problem.taps_of_stage * STEP_BYTES

@@ -167,6 +167,9 @@ SUM_BYTES = 4
 SHORT_GROUPS = 2
 """Groups of multiprocessors that hold one cluster of 4 or 8 blocks less than others: 16 clusters
 of 8 and 32 of 4 take two rounds on an H200 (2026-11-20), 12 and 30 one."""
+DIRECT_ROWS = 64
+"""Rows up to which stores from registers take no longer: other blocks do not wait for them."""
+BOX_COLUMNS = 64
 CONSUMER_ROWS, THREADS = 64, 128
 """Rows and threads of a consumer warpgroup; a multiprocessor has as many lanes."""
 ELEMENT_INSTRUCTIONS = 3
@@ -201,7 +204,7 @@ class Coefficients:
     epilogue_bytes_per_s: float = 8.87e10  # of outputs and what they read, by a multiprocessor
     direct_store: float = 6.83  # how much longer stores from registers take
     wide_direct_store: float = 2.9  # the same of float32 (8192 x 8192 x 1024, 16384 x 768 x 1024)
-    single_store: float = 8.95  # the same one element at a time: odd row pitches
+    single_store: float = 8.95  # the same of odd row pitches, in whole boxes
     element_s: float = 5.41e-9  # of a thread's epilogue for each of its elements
     operation_latency: float = 4.36  # of its operations, beside a thread that never waits
     residual_s: float = 2e-7  # until a residual is there
@@ -456,15 +459,25 @@ class _Model:
         f, t, work = self.fitted, self.tile, self.work
         share = t.block_m * self.out_n / t.split / work.cells
         moved = share * (work.extra_bytes + work.written_bytes) / f.epilogue_bytes_per_s
-        if not t.staged and work.m > 64:
+        if not t.staged and work.m > DIRECT_ROWS:
             direct = f.wide_direct_store if work.wide_stores else f.direct_store
-            moved *= f.single_store if work.single_stores else direct
+            moved *= self._by_rows() if work.single_stores else direct
         lanes = THREADS * self.hw.num_sms  # one thread of each multiprocessor's lanes
         operations = work.operation_s * lanes * f.operation_latency
         elements = CONSUMER_ROWS * self.out_n / t.split / THREADS
         waiting = f.residual_s if work.residual and not t.ahead else 0.0
         computed = elements * (f.element_s + operations) + waiting
         return moved + computed * (f.deferred_epilogue if t.deferred else 1.0)
+
+    def _by_rows(self) -> float:
+        """How much longer a tile's rows of odd length take. Those of halves leave through boxes, of
+        which a part takes as long as a whole one (1500 x 4099 x 256 in tiles of 128 x 96: 25 us on
+        an H200, of 128 x 128: 16; 1024 x 50257 x 768: 188 and 152).
+        """
+        if self.work.wide_stores:
+            return self.fitted.single_store
+        columns = self.out_n // self.tile.split
+        return self.fitted.single_store * -(-columns // BOX_COLUMNS) * BOX_COLUMNS / columns
 
     def _bytes(self) -> float:
         """Bytes between memory and the L2: B again for each stripe of row tiles if it is large."""

@@ -408,6 +408,11 @@ def output_by_rows(problem: HopperProblem, segment: HopperSegment) -> int | None
     return None
 
 
+def stores_by_rows(problem: HopperProblem) -> bool:
+    """Whether any output has rows that start off 4 bytes."""
+    return any(output_by_rows(problem, s) is not None for s in problem.segments)
+
+
 def _tiles(problem: HopperProblem, rows: int, out_n: int) -> Extent:
     if problem.shared:
         columns = sum(ceil_div(n, out_n) for n in problem.columns)
