@@ -4,9 +4,9 @@
     ... replaced: a table of a suite's result, or the text of a .txt file
     <!-- end -->
 
-Of several files, with spaces between them, the table has a line for each. `python -m
-tests.benchmarks.readme README.md tutorials/pages/figures.md` remakes them all; run it in the root
-of the checkout.
+Of several files, with spaces between them, the table has a line for each, of files of the suite
+`held_classes` for each class. `python -m tests.benchmarks.readme README.md
+tutorials/pages/figures.md` remakes them all; run it in the root of the checkout.
 """
 
 import json
@@ -57,7 +57,8 @@ def filled(text: str, root: Path) -> str:
     def block(found: re.Match[str]) -> str:
         path, *more = (root / name for name in found[2].split())
         if more:
-            content = overview([path, *more])
+            of = drawn if path.stem.startswith("held_classes") else overview
+            content = of([path, *more])
         elif path.suffix == ".txt":
             content = "```\n" + path.read_text().rstrip() + "\n```"
         else:
@@ -89,6 +90,34 @@ def overview(paths: Sequence[Path]) -> str:
             f"{statistics.geometric_mean(ratios):.2f}x",
             f"{min(ratios):.2f}x",
             str(sum(ratio < 1 for ratio in ratios)),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def drawn(paths: Sequence[Path]) -> str:
+    """Return a table of the classes of drawn programs, all files together."""
+    results = [json.loads(path.read_text()) for path in paths]
+    classes: dict[str, list[dict[str, Any]]] = {}
+    for row in (row for result in results for row in result["rows"]):
+        found = re.fullmatch(r"held_(\w+)_\d+_\d+", row["name"])
+        classes.setdefault(found[1], []).append(row)
+    lines = [
+        f"{results[0]['device']}, {results[0]['date']}; `{_command(results[0])}`, and other seeds:",
+        "",
+        "| class | programs | launches each | best peer / ours | least | below 0.97 |",
+        "|---|---|---|---|---|---|",
+    ]
+    every = [row for rows in classes.values() for row in rows]
+    for name, rows in (*classes.items(), ("all", every)):
+        ratios = [row["best_peer_ratio"] for row in rows]
+        cells = (
+            name.replace("_", " "),
+            str(len(rows)),
+            f"{statistics.mean(row['launches'] for row in rows):.1f}",
+            f"{statistics.geometric_mean(ratios):.2f}x",
+            f"{min(ratios):.2f}x",
+            str(sum(ratio < 0.97 for ratio in ratios)),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -107,6 +107,20 @@ def test_an_overview_has_a_line_for_each_result(tmp_path):
     assert f"| [{readme.WHAT['cpu']}](tutorials/pages/figures.md) | {line}" in made
 
 
+def test_drawn_programs_have_a_line_for_each_class(tmp_path):
+    names = ("held_scan_0_0", "held_scan_0_1", "held_row_work_summed_1_0")
+    rows = [
+        row_of(n, 1.0, torch=x) | {"launches": 2}
+        for n, x in zip(names, (2.0, 0.5, 3.0), strict=True)
+    ]
+    for number, part in enumerate((rows[:2], rows[2:])):
+        (tmp_path / f"held_classes_{number}.json").write_text(json.dumps(result_of(*part)))
+    block = "<!-- from held_classes_0.json held_classes_1.json -->\n<!-- end -->\n"
+    made = filled(block, tmp_path)
+    assert "| scan | 2 | 2.0 | 1.00x | 0.50x | 1 |\n| row work summed | 1 | 2.0 | 3.00x |" in made
+    assert "| all | 3 | 2.0 | 1.44x | 0.50x | 1 |" in made
+
+
 def test_symbolic_programs_show_all_their_sizes_and_the_means_of_all_programs(tmp_path):
     row = {
         "sizes": [1, 7],
