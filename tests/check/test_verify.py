@@ -6,6 +6,7 @@ import pytest
 import tvm
 from tvm import relax, te, tirx
 
+from tvm_fusion.check import inputs
 from tvm_fusion.check.allowance import Reference
 from tvm_fusion.check.bounds.rounded_products import TFLOAT32
 from tvm_fusion.check.checked_sizes import draw_count
@@ -368,6 +369,8 @@ def test_a_large_tensor_repeats_what_is_drawn_and_has_no_equal_rows():
     shape = (4, 2, 1024, 1024)
     (x,) = random_inputs(function(("x", relax.TensorType(shape, "float16"))))
     assert (x.shape, x.dtype) == (shape, "float16")
+    flat, drawn = x.ravel(), inputs._MOST_DRAWN
+    np.testing.assert_array_equal(flat[drawn:], flat[: flat.size - drawn])
     rows = x.reshape(-1, 1024)
     assert len(np.unique(rows.view(f"V{rows[0].nbytes}"))) == len(rows)
 

@@ -123,6 +123,8 @@ def _move(target: Expr, source: Expr, size: int, piece: int) -> None:
 
 SWIZZLED = 8
 """Chunks that are swizzled among each other."""
+AT_ONCE = 8
+"""Words of a thread that are read before the first is stored."""
 
 
 def row_word(columns: int, place: Expr, lines: Expr, line: Expr, word: Expr) -> Expr:

@@ -48,7 +48,8 @@ class _Ranges:
     numbers : the largest of each range.
     ends : the values of the sizes there.
     starts : and where a range begins; as at its end where that is not known of several sizes.
-    narrow : sizes up to which all places are numbers of 32 bits; None where all are.
+    narrow : sizes up to which all places are numbers of 32 bits; None where all are, or where no
+        bound helps.
     """
 
     compared: Expr
@@ -104,12 +105,12 @@ def _is_narrow(problem: Windowed) -> bool:
     return problem.narrowed(sizes).body.index_dtype == "int32"
 
 
-def _upto(problem: Windowed, most: int) -> Windowed:
-    """The problem where no size is larger."""
-    sizes = {
-        size: replace(bounds, most=min(most, bounds.most or most))
-        for size, bounds in problem.sizes.items()
-    }
+def _upto(problem: Windowed, most: int, quotients: Mapping[Var, int] | None = None) -> Windowed:
+    """The problem where no size is larger, and no quotient than its own largest."""
+    sizes = {}
+    for size, bounds in problem.sizes.items():
+        own = (quotients or {}).get(size, most)
+        sizes[size] = replace(bounds, most=min(own, bounds.most or own))
     return replace(problem, sizes=sizes)
 
 
@@ -143,6 +144,12 @@ class _Lines:
             entries = ranked(work_of(self.problem, self.at(end)), hw)
             found.append([(body + launch, c) for body, c in entries if fits(first, c)])
         return found
+
+    def upto(self, most: int) -> Windowed:
+        """The problem where no size of the function's is larger."""
+        if self.multiple is None:
+            return _upto(self.problem, most)
+        return _upto(self.problem, most, {self.multiple.quotient: most // self.multiple.of})
 
     def within(self, least: int, most: int | None) -> Windowed:
         """The problem where its one size is between bounds."""
@@ -225,7 +232,7 @@ def _served(
                 known = one.within(max(start, bounds.least), end or ranges.narrow or bounds.most)
                 start = (end or 0) + 1
             elif ranges.narrow is not None:
-                known = _upto(known, ranges.narrow)
+                known = one.upto(ranges.narrow)
             condition = conjunction(divides, ranges.upto(end, problem.sizes))
             yield _Served(one, known, config, condition, _name(one, ranges, end))
     if config is not None and ranges.narrow is not None:

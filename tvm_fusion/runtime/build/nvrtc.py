@@ -58,7 +58,8 @@ template <class A, class B> struct conditional<false, A, B> { typedef B type; };
 _SELF_CONTAINED = {"cuda_fp16.h", "cuda_bf16.h", "math_constants.h", *_STAND_INS}
 _HOST_ONLY = {"cuda.h", "cstdint", "type_traits"}  # between #else and #endif of __CUDACC_RTC__
 
-# what nvcc's host headers would bring: CUtensorMap is 128 opaque bytes (cuda.h of CUDA 12 and 13)
+# what nvcc's host headers would bring: CUtensorMap is 128 opaque bytes (cuda.h; that of CUDA 13
+# aligns it at 128)
 _PRELUDE = """
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)

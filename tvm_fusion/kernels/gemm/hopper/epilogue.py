@@ -14,7 +14,7 @@ from tvm.script import tirx as T
 from ...contraction.reader import Output
 from ...gpu.access import affine_access, half_of, store_pair
 from ...gpu.intrinsics import pack_halves
-from ...gpu.memory import row_word, store_row_word, words_read
+from ...gpu.memory import AT_ONCE, row_word, store_row_word, words_read
 from ...gpu.product_frame import Frame, Tile, evaluate
 from ...program.expr import FLOAT8_DTYPES, bytes_of, conjunction, convert
 from ..epilogue import partner_vars, reads_in_place, values_by_part
@@ -79,10 +79,6 @@ class Scale:
 # words of neighbouring columns.
 
 ROWS_OF_WARP = 16
-
-# Rows whose words are all read before the first is stored: behind a barrier of the warp, or the
-# compiler would read each where it is stored, one after the other.
-AT_ONCE = 8
 
 
 def store_rows(

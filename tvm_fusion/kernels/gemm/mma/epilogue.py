@@ -16,7 +16,7 @@ from tvm.script import tirx as T
 from ...contraction.reader import Output
 from ...gpu.access import affine_access, is_multiple, store_pair
 from ...gpu.intrinsics import pack_halves
-from ...gpu.memory import copy_out, row_word, store_row_word, words_read
+from ...gpu.memory import AT_ONCE, copy_out, row_word, store_row_word, words_read
 from ...gpu.product_frame import Frame, Tile, coordinates, evaluate
 from ...program.expr import HALF_DTYPES, bytes_of, conjunction, constant, convert
 from ...program.program import Extent
@@ -32,9 +32,6 @@ PAIRED_DTYPES = ("float16", "bfloat16", "float32", "int32")
 
 # Halves of a wide store.
 WIDE = 8
-
-# Words of a thread that are read before the first is stored.
-AT_ONCE = 8
 
 # Columns of a piece: two groups of 8.
 CHUNK = 16
@@ -250,11 +247,11 @@ class Epilogue:
                     T.buffer_store(target, convert(values[v], output.dtype), indices)
 
     def _put(self, position: int, chunk: int, half: int, values: list[Expr]) -> None:
-        """Two neighbouring columns of a wide output go to the warp's part of shared memory."""
+        """Two neighbouring columns of a staged output go to the warp's part of shared memory."""
         lane, output = self.layout.lane, self.segment.outputs[position]
         at = self.panel.place(lane // 4 + half * 8, T.int32(chunk)) + lane % 4 * 4
         word = pack_halves(output.dtype, *(convert(x, "float32") for x in values))
-        T.evaluate(store_shared(self._staged(position, at), word))
+        T.evaluate(store_shared(self._address(position, at), word))
 
     def _flush(self) -> None:
         """16 rows of each staged output leave."""
@@ -280,14 +277,14 @@ class Epilogue:
         output = self.segment.outputs[position]
         point = self.layout.point(self.segment, self.tile, row, column)
         target = self.frame.output(output.param).ptr_to(self.frame.place(output.indices, point))
-        source = self._staged(position, self.panel.place(line, chunk))
+        source = self._address(position, self.panel.place(line, chunk))
         copy_out(lambda _: target, lambda _: source, CHUNK_BYTES, CHUNK_BYTES)
 
     def _flush_words(self, position: int, first: Expr, start: Expr) -> None:
         """16 rows of an output leave in aligned words."""
         layout, segment, index = self.layout, self.segment, self.frame.index
         output, columns = segment.outputs[position], self.config.warp_n
-        target, lines = self.frame.output(output.param), self._staged(position, T.int32(0))
+        target, lines = self.frame.output(output.param), self._address(position, T.int32(0))
         left = layout.size(segment.N) - start
         count = T.Bind(convert(tirx.Min(layout.size(columns), left), "int32"))
         words = columns // 2  # of a line
@@ -310,7 +307,7 @@ class Epilogue:
                     with T.If(tirx.IntImm("bool", 1) if exists is None else exists), T.Then():
                         T.evaluate(store)
 
-    def _staged(self, position: int, at: Expr) -> Expr:
+    def _address(self, position: int, at: Expr) -> Expr:
         """Address in shared memory of a byte of this warp's part of a staged output."""
         return self.ring.ptr_to([self.warp * self.panel.size + (self.staged[position] + at)])
 

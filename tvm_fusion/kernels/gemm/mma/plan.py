@@ -73,7 +73,8 @@ class MmaConfig(WarpTiles):
     group_m : row tiles that neighbouring blocks share a column tile over.
     tf32 : float32 operands are rounded to tfloat32, because the policy allows it.
     split : float32 operands are taken in three parts each, of which six products are added up.
-    wide : outputs leave through shared memory in 16-byte stores, where they can.
+    wide : outputs leave through shared memory in stores of 16 bytes or aligned words, where they
+        can.
     wgmma : float32 is split by the block and multiplied by warpgroups (`split.GroupProducts`).
     """
 
