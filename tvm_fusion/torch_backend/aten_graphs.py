@@ -31,8 +31,10 @@ from tvm_fusion.torch_backend.collectives import merge_repeated
 class Calls(Protocol):
     """What runs a traced graph."""
 
-    def run(self, inputs: list[Any]) -> Any:
-        """The results for a list of all inputs; it says that it takes one (`_boxed_call`)."""
+    def run(self, inputs: Sequence[Any]) -> Any:
+        """The results for all inputs: a list of AOTAutograd's, which asks whether it takes one
+        (`_boxed_call`), or a tuple of Dynamo's.
+        """
 
     def forget_weights(self) -> None:
         """Look at no value of a weight that was seen before."""

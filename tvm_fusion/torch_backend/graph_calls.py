@@ -51,7 +51,7 @@ class GraphCalls:
         self._number = next(_numbers)
         self._compile_id = CompileContext.current_compile_id()
         self._lock = threading.RLock()
-        self._run: Callable[[list[Any]], Any] | None = None
+        self._run: Callable[[Sequence[Any]], Any] | None = None
         self._running: list[PartCalls] = []
         self._outside_us: dict[str, float] = {}  # of operators, by name
         self._collectives: tuple[Collective, ...] = ()
@@ -74,7 +74,7 @@ class GraphCalls:
         for part in self._running:
             part.forget_weights()
 
-    def _made_or_torch(self, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def _made_or_torch(self, inputs: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
         """What runs the graph: its parts, or where they cannot be made torch, once named."""
         try:
             return self._made(inputs)
@@ -87,7 +87,7 @@ class GraphCalls:
         whole = self._graph if isinstance(self._graph, fx.GraphModule) else self._graph.graph
         return lambda given: whole.forward(*given)
 
-    def _made(self, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def _made(self, inputs: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
         """Cut the graph, import its parts, and have it call them."""
         refused: dict[str, str] = {}
         first = cut = self._cut(refused)
@@ -113,7 +113,9 @@ class GraphCalls:
         is_told = (cut.outside or self._collectives) and self._options.report is not None
         return self._timed_once(cut, run) if is_told else run
 
-    def _in_parts(self, cut: Partition, parts: Sequence[PartCalls]) -> Callable[[list[Any]], Any]:
+    def _in_parts(
+        self, cut: Partition, parts: Sequence[PartCalls]
+    ) -> Callable[[Sequence[Any]], Any]:
         """Calls of parts and of what stands between; recorded, where they may be."""
         device = next((d for d in map(_device, cut.parts) if d.type != "cpu"), torch.device("cpu"))
         graphs = CudaGraphOptions.of(self._options.graphs_on(device))
@@ -140,14 +142,14 @@ class GraphCalls:
             setattr(cut.graph, node.target, _Called(graph, options))
 
     def _timed_once(
-        self, cut: Partition, run: Callable[[list[Any]], Any]
-    ) -> Callable[[list[Any]], Any]:
+        self, cut: Partition, run: Callable[[Sequence[Any]], Any]
+    ) -> Callable[[Sequence[Any]], Any]:
         """`run`, but in the second call that no CUDA graph is made of what runs in torch is timed,
         and told of: in the first one it is not warm.
         """
         count = itertools.count()
 
-        def counted(given: list[Any]) -> Any:
+        def counted(given: Sequence[Any]) -> Any:
             if _is_captured() or next(count) != 1:
                 return run(given)  # a stream that is captured cannot be waited for
             self._run = run
@@ -321,7 +323,7 @@ def _refused(
     return found
 
 
-def _alone(cut: Partition, part: PartCalls) -> Callable[[list[Any]], Any] | None:
+def _alone(cut: Partition, part: PartCalls) -> Callable[[Sequence[Any]], Any] | None:
     """A call of the only part of a graph that does nothing else; None where it does."""
     (call,) = cut.parts
     placeholders = cut.graph.graph.find_nodes(op="placeholder")
@@ -341,7 +343,7 @@ def _alone(cut: Partition, part: PartCalls) -> Callable[[list[Any]], Any] | None
     if take is None and give is None:
         return part.run
 
-    def run(inputs: list[Any]) -> Any:
+    def run(inputs: Sequence[Any]) -> Any:
         found = part.run(inputs if take is None else take(inputs))
         return found if give is None else give(found)
 

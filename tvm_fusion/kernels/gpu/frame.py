@@ -81,8 +81,8 @@ def kernel_frame(
     narrow: bool = False,
 ) -> Iterator[Frame]:
     """Opens a TIRx kernel with the parameters of `program`; `grid` counts clusters. `scratch` says
-    how many elements of which type. With `narrow` parameters of symbolic size have as few elements
-    as int32 counts.
+    how many elements of which type. With `narrow` the number of elements of parameters of symbolic
+    size is an int32.
     """
     if isinstance(grid, int) and grid * cluster > GRID_LIMIT:
         raise Unsupported(f"a grid of {grid * cluster} blocks")

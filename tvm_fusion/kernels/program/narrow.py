@@ -20,8 +20,9 @@ from .expr import Binary, Comparison, bounds, constant, convert, dtype_of, rebui
 from .program import Extent, Program
 
 INT32_LIMIT = 2**31
-MORE = 2
-"""How often an int32 counts what there is of a symbolic number, which is divided among threads."""
+HEADROOM = 2
+"""An int32 has to count a symbolic number this many times: rounding it up to whole blocks of
+threads goes beyond it."""
 
 
 def narrow_indices(
@@ -89,7 +90,7 @@ class _Narrower:
         """Whether an int32 counts so many, and a block of threads more."""
         if isinstance(extent, int):
             return extent < INT32_LIMIT
-        return all(v in self.env for v in variables(extent)) and self.fits(extent * MORE)
+        return all(v in self.env for v in variables(extent)) and self.fits(extent * HEADROOM)
 
     def extent(self, extent: Extent) -> Extent:
         """A size in int32."""

@@ -125,7 +125,7 @@ class CompiledModule:
         gives None.
     short : callable or None
         A call like the latest one, on a CPU: takes what `call_with` takes, and gives the same, or
-        None for inputs that are to be checked. None where each call is.
+        None for inputs that are to be checked. None where every call is checked.
     """
 
     report = Later()
