@@ -167,9 +167,6 @@ class _Mover:
         return Operand(self(operand.value), self.bindings(operand.bindings))
 
 
-# What the arithmetic behind matrix products costs.
-
-
 def starts_off_words(output: Output, shape: Sequence[Extent] | None, groups: Groups) -> bool:
     """Whether rows of an output of halves are contiguous as a whole, but start off 4 bytes: what a
     thread holds of one would leave in pieces of 2.
@@ -179,6 +176,9 @@ def starts_off_words(output: Output, shape: Sequence[Extent] | None, groups: Gro
     access = affine_access(output.indices, shape, groups)
     whole = access is not None and len(access.digits["n"]) == 1
     return whole and access.contiguous("n") and not access.aligned(2, "n")
+
+
+# What the arithmetic behind matrix products costs.
 
 
 class HasEpilogue(Protocol):

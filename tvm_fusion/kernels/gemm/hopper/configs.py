@@ -267,7 +267,7 @@ def _narrow(problem: HopperProblem, block_n: int) -> bool:
     has so many tensor maps that no room is left for those of outputs.
     """
     few_maps = problem.staged and problem.shared
-    return assumed(problem.M) <= 64 or block_n <= 32 or not few_maps
+    return assumed(problem.M) <= DIRECT_ROWS or block_n <= 32 or not few_maps
 
 
 def _deepest(

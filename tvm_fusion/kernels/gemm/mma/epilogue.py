@@ -288,10 +288,11 @@ class Epilogue:
         left = layout.size(segment.N) - start
         count = T.Bind(convert(tirx.Min(layout.size(columns), left), "int32"))
         words = columns // 2  # of a line
+        each = 16 * words // 32  # of a thread
         with T.If(count > 0), T.Then():
-            for at in range(0, 16 * words // 32, AT_ONCE):
+            for at in range(0, each, AT_ONCE):
                 stores = []
-                for i in range(at, min(at + AT_ONCE, 16 * words // 32)):
+                for i in range(at, min(at + AT_ONCE, each)):
                     number = layout.lane + i * 32
                     line, word = T.Bind(number // words), T.Bind(number % words)
                     row = first + convert(line + layout.part * 16, index)

@@ -174,7 +174,7 @@ def mma_ranked(
             check_config(segments, config, hw)
         except Unsupported:
             continue
-        if beside.off_words and _tiles(beside, config) <= hw.num_sms:
+        if beside.off_words and sum(_tiles(beside, config)) <= hw.num_sms:
             config = replace(config, wide=False)
         found.append((_seconds(beside, segments, config, hw), len(found), config))
     if not found:
@@ -397,10 +397,10 @@ class _Beside:
         return cls(sizes, moved, _residuals(contraction, segments), operations, off_words)
 
 
-def _tiles(beside: _Beside, c: MmaConfig) -> int:
-    """Tiles of all segments."""
+def _tiles(beside: _Beside, c: MmaConfig) -> list[int]:
+    """Tiles of each segment."""
     sizes = ((batch, m, n) for batch, m, n, _ in beside.sizes)
-    return sum(ceil_div(m, c.block_m) * ceil_div(n, c.block_n) * batch for batch, m, n in sizes)
+    return [ceil_div(m, c.block_m) * ceil_div(n, c.block_n) * batch for batch, m, n in sizes]
 
 
 def _seconds(
@@ -409,17 +409,17 @@ def _seconds(
     """Predicted time: tiles of the busiest multiprocessor, each at the rate of what limits it,
     beside the compulsory bytes (they overlap, more so where one takes much longer).
     """
-    tiles = _tiles(beside, c)
     work, waiting, epilogue, flight = 0.0, 0.0, 0.0, 0.0
-    for s, (batch, m, n, terms) in zip(segments, beside.sizes, strict=True):
-        count = ceil_div(m, c.block_m) * ceil_div(n, c.block_n) * batch
-        for loop, k in zip(s.loops, terms, strict=True):
+    counts = _tiles(beside, c)
+    for s, sizes, count in zip(segments, beside.sizes, counts, strict=True):
+        for loop, k in zip(s.loops, sizes[-1], strict=True):
             steps = ceil_div(k, c.step_bytes // loop.a.element)
             work += count * steps * _step_seconds(loop, c, hw)
             waiting += count * steps * _waiting_seconds(loop, c)
             flight += count * steps * flight_seconds(c.stages, hw) if c.is_deep else 0.0
         epilogue += count * c.block_m * c.block_n / 128**2 * EPILOGUE_SECONDS
     epilogue *= (1 + beside.residuals) * (OFF_WORDS if beside.off_words else 1.0)
+    tiles = sum(counts)
     turns = math.ceil(tiles / hw.num_sms)
     resident = min(turns, _resident(segments, c, hw))
     # Blocks beside each other hide one another's waits and epilogues.
