@@ -2,22 +2,25 @@
 
     python -m tests.portable --arch sm_86 --arch sm_120 --only 'gemm/*' --out FILE
     python -m tests.portable --arch sm_80 --random 200
+    python -m tests.portable --random 200 --in-turn
 
 No GPU is needed. A case is planned with the profile of the card that stands for the architecture,
 its kernels are written, lowered and compiled by the flags of the package. The result has registers
 and spilled bytes of each kernel, and what was refused; the status is 1 if a kernel was, or has
-instructions that are of one architecture alone. Kernels that spill are listed. With `--random`, the
-cases are random problems instead: graphs of Relax operators and programs of torch in turn.
+instructions that are of one architecture alone (sm_90a may have its own). Kernels that spill are
+listed. With `--random`, the cases are random problems instead: graphs of Relax operators and
+programs of torch in turn. With `--in-turn`, each case is compiled for one of the architectures.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
@@ -32,6 +35,7 @@ from tests.benchmarks.plans.random_graphs import module_of
 from tests.support.graphs import module
 from tvm_fusion._version import __version__
 from tvm_fusion.config import HardwareProfile, load_policy, resolve_target
+from tvm_fusion.config.architecture import read_architecture
 from tvm_fusion.errors import BuildError
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.frontends import load_functions
@@ -46,6 +50,7 @@ ARCHITECTURES = (
     "sm_87",
     "sm_89",
     "sm_90",
+    "sm_90a",
     "sm_100",
     "sm_103",
     "sm_110",
@@ -197,10 +202,11 @@ def sources(name: str, arch: str) -> tuple[list[str], dict[str, str]]:
 def compiled(name: str, arch: str, pool: ThreadPoolExecutor) -> Compiled:
     """The kernels of a case as machine code."""
     families, found = sources(name, arch)
+    portable = not read_architecture(arch).has_wgmma
     wrong = [
         f"{kernel}: {match[0]}"
         for kernel, text in found.items()
-        if (match := OF_ONE_ALONE.search(text))
+        if portable and (match := OF_ONE_ALONE.search(text))
     ]
     kernels = []
     codes = {kernel: pool.submit(compile_source, text, arch) for kernel, text in found.items()}
@@ -213,14 +219,22 @@ def compiled(name: str, arch: str, pool: ThreadPoolExecutor) -> Compiled:
     return Compiled(name, arch, families, kernels, wrong)
 
 
-def swept(archs: Iterable[str], chosen: Iterable[str], jobs: int | None = None) -> list[Compiled]:
-    """The chosen cases for each architecture."""
+def pairs_of(
+    chosen: Iterable[str], archs: Sequence[str], in_turn: bool = False
+) -> list[tuple[str, str]]:
+    """Each case with each architecture, or with one of them in turn."""
+    if in_turn:
+        return list(zip(chosen, itertools.cycle(archs), strict=False))
+    return list(itertools.product(chosen, archs))
+
+
+def swept(pairs: Iterable[tuple[str, str]], jobs: int | None = None) -> list[Compiled]:
+    """Cases, each for an architecture."""
     found = []
     with ThreadPoolExecutor(jobs or available_cores()) as pool:
-        for name in chosen:
-            for arch in archs:
-                found.append(compiled(name, arch, pool))
-                _say(found[-1])
+        for name, arch in pairs:
+            found.append(compiled(name, arch, pool))
+            _say(found[-1])
     return found
 
 
@@ -237,13 +251,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arch", action="append", help=f"all by default: {ARCHITECTURES}")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="cases by name")
     parser.add_argument("--random", type=int, metavar="N", help="N random problems instead")
+    parser.add_argument("--in-turn", action="store_true", help="a case for one architecture each")
     parser.add_argument("--jobs", type=int, help="compilers at a time, one a core by default")
     parser.add_argument("--out", type=Path, help="where the result is written, as JSON")
     args = parser.parse_args(argv)
     began = time.monotonic()
     chosen = names() if args.random is None else random_names(args.random)
     chosen = [name for name in chosen if fnmatch(name, args.only)]
-    found = swept(args.arch or ARCHITECTURES, chosen, args.jobs)
+    pairs = pairs_of(chosen, args.arch or ARCHITECTURES, args.in_turn)
+    found = swept(pairs, args.jobs)
     wrong = [f"{one.case} {one.arch}: {why}" for one in found for why in one.wrong]
     if args.out:
         result = {

@@ -1,4 +1,6 @@
-"""The cases of `gpu/check_gemm.py` where there is no GPU: each is one kernel's work."""
+"""What `gpu` has that needs no GPU: cases of products, each one kernel's work; plans compared."""
+
+import json
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ import tvm
 
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
 
+from .gpu import check_derived
 from .gpu.device_cases import CASES, int4, int4_weight
 from .support.kernel_cases import fuse
 
@@ -38,3 +41,14 @@ def test_packed_weights_are_the_same_numbers_in_relax_and_in_torch():
     built["main"](*(tvm.runtime.from_dlpack(t) for t in (x, packed, scales, given)))
     wanted = x.double() @ int4_weight(packed, scales).double().T
     torch.testing.assert_close(given.double(), wanted, rtol=2e-3, atol=2e-3)
+
+
+def test_kernels_of_a_derived_profile_are_compared_with_digests_and_kept(tmp_path, monkeypatch):
+    for name, value in check_derived.golden.SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    file, kept = tmp_path / "differing.json", {"before": "plan"}
+    check_derived.differing("nvidia_h200", "weights/norm", kept, 1, file)
+    assert json.loads(file.read_text())["cases"] == {"before": "plan", "weights/norm": ""}
+    monkeypatch.setattr(check_derived.golden, "stored", lambda device: {"weights/norm": {}})
+    check_derived.differing("nvidia_h200", "weights/norm", found := {}, 1, file)
+    assert found["weights/norm"].startswith("kernels +")

@@ -5,7 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.portable import ARCHITECTURES, OF_ONE_ALONE, compiled, names, sources
+from tests.portable import (
+    ARCHITECTURES,
+    OF_ONE_ALONE,
+    compiled,
+    names,
+    pairs_of,
+    random_names,
+    sources,
+)
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 BLACKWELL = ("sm_100", "sm_110a", "sm_121")
@@ -34,12 +42,20 @@ def test_hopper_with_its_own_features_is_told_apart():
     assert not any(OF_ONE_ALONE.search(text) for text in found.values())
 
 
+def test_random_problems_are_for_each_architecture_or_for_one_in_turn():
+    chosen, archs = random_names(3), ("sm_80", "sm_90a")
+    assert len(pairs_of(chosen, archs)) == 6
+    in_turn = [("drawn/0", "sm_80"), ("drawn/1", "sm_90a"), ("drawn/2", "sm_80")]
+    assert pairs_of(chosen, archs, in_turn=True) == in_turn
+
+
 @pytest.mark.one_in(6)
 @needs_nvcc
 @pytest.mark.parametrize(
     ("case", "arch"),
     [
         ("small/product", "sm_120"),
+        ("small/square", "sm_90a"),
         ("small/softmax", "sm_103"),
         ("small/float8", "sm_80"),
         ("small/from_float8", "sm_86"),
