@@ -84,10 +84,10 @@ def opened(emit, shapes=SHAPES):
     return Decompose(hw=H200)(module(emit, *shapes))
 
 
-def run(mod):
+def run(mod, shapes=SHAPES):
     executable = quick_executable(mod)
     rng = np.random.default_rng(0)
-    given = [0.3 * rng.standard_normal(shape).astype(FLOAT) for shape, _ in SHAPES]
+    given = [0.3 * rng.standard_normal(shape).astype(FLOAT) for shape, _ in shapes]
     found = relax.VirtualMachine(executable, tvm.cpu())["main"](*map(tvm.runtime.tensor, given))
     found = [found] if isinstance(found, tvm.runtime.Tensor) else found
     return [result.numpy() for result in found]
@@ -199,12 +199,69 @@ def test_the_rows_of_a_slice(limits, found):
     assert sliced_rows(op.strided_slice(x, [1], [first], [last], step or [1])) == found
 
 
-def test_symbolic_sizes_are_left_alone():
+def is_known(extent):
+    return isinstance(extent, tvm.tirx.IntImm)
+
+
+def heads_of(bb, x, n):
+    split = bb.emit(op.reshape(x, (BATCH, n, HEADS, WIDTH // HEADS)))
+    return bb.emit(op.permute_dims(split, (0, 2, 1, 3)))
+
+
+def attended(bb, x, w, n):
+    """Attention between tokens of any number, and a norm."""
+    q, k, v = (heads_of(bb, bb.emit(op.matmul(norm(bb, x), w)), n) for _ in range(3))
+    scores = bb.emit(op.matmul(q, bb.emit(op.permute_dims(k, (0, 1, 3, 2)))))
+    mixed = bb.emit(op.matmul(bb.emit(op.nn.softmax(scores, axis=-1)), v))
+    mixed = bb.emit(op.permute_dims(mixed, (0, 2, 1, 3)))
+    return norm(bb, bb.emit(op.add(x, bb.emit(op.reshape(mixed, (BATCH, n, WIDTH))))))
+
+
+@pytest.mark.parametrize(
+    ("limits", "queries"),
+    [
+        (lambda n: (n - 1, n), BATCH),
+        (lambda n: (n - 5, n - 1), 4 * BATCH),
+        (lambda n: (1, 3), 2 * BATCH),
+    ],
+)
+def test_rows_next_to_the_ends_of_a_symbolic_extent_are_told(limits, queries):
     n = tvm.tirx.Var("n", "int64")
-    shapes = [((BATCH, n, WIDTH), FLOAT), SHAPES[1]]
 
     def emit(bb, x, w):
-        return rows(bb.emit(op.matmul(x, w)), 1, 0, 1)
+        return rows(attended(bb, x, w, n), 1, *limits(n))
 
-    mod = opened(emit, shapes)
+    mod = opened(emit, [((BATCH, n, WIDTH), FLOAT), SHAPES[1]])
+    narrow = NeededRows()(mod)
+    relax.analysis.well_formed(narrow)
+    products = [
+        bound.var.ty.shape.values[:-1]
+        for bound in narrow["main"].body.blocks[0].bindings
+        if getattr(getattr(bound.value, "op", None), "name", "") == "relax.matmul"
+    ]
+    of_few = [np.prod([int(e) for e in lead]) for lead in products if all(map(is_known, lead))]
+    assert of_few == [queries, HEADS * queries, HEADS * queries]
+    for got, wanted in zip(run(narrow, SHAPES[:2]), run(mod, SHAPES[:2]), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("limits", "inbound"),
+    [
+        (lambda n, m: (m, m + 1), True),
+        (lambda n, m: (n - 100, n), True),
+        (lambda n, m: (0, 100), True),
+        (lambda n, m: (0, n - 1), True),
+        (lambda n, m: (0, 2), False),
+    ],
+)
+def test_other_rows_of_symbolic_extents_are_left_alone(limits, inbound):
+    n, m = tvm.tirx.Var("n", "int64"), tvm.tirx.Var("m", "int64")
+
+    def emit(bb, x, w, _):
+        first, last = limits(n, m)
+        y = bb.emit(op.matmul(x, w))
+        return op.strided_slice(y, [1], [first], [last], assume_inbound=inbound)
+
+    mod = opened(emit, [((BATCH, n, WIDTH), FLOAT), SHAPES[1], ((m,), FLOAT)])
     assert NeededRows()(mod).same_as(mod)

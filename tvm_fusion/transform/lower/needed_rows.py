@@ -10,16 +10,18 @@ an encoder whose class is read off one token, is computed for that token: its pr
 of its attention, and its norms. Each operator is narrowed whose readers all read the same slice;
 where one is computed in whole, its slice is taken.
 
-Does not handle (left alone): symbolic sizes, slices of more than one axis or of more than half of
-it, columns of products, what is read outside of its dataflow block, and slices in front of which
-nothing stands but pointwise operators: kernels compute of these what is read.
+Of an axis of symbolic extent, a known number of the first or of the last elements is such a slice:
+the last token of a text of any length.
+
+Does not handle (left alone): slices of more than one axis or of more than half of it, columns of
+products, what is read outside of its dataflow block, and slices in front of which nothing stands
+but pointwise operators: kernels compute of these what is read.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tvm
 from tvm import relax
@@ -27,6 +29,9 @@ from tvm.ir import Call
 from tvm.relax import Expr, Var, op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from ...ir.access import Extent
+from ...ir.extents import assumed, product_key
+from ...ir.reader import extent_of
 from ..functions.functions import rewrite_functions, static_shape
 from ..rewrites.factors import is_call
 from ..rewrites.join_pieces import numbers_of
@@ -41,12 +46,15 @@ _REDUCTIONS = ("sum", "max", "min", "mean")
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Elements `first`, `first + step`, ... before `last` along an axis of a tensor."""
+    """Elements `first`, `first + step`, ... before `last` along an axis of a tensor; with
+    `from_end` both are counted from its symbolic end, where they are 0 or less.
+    """
 
     axis: int
     first: int
     last: int
     step: int
+    from_end: bool = False
 
     @property
     def count(self) -> int:
@@ -55,12 +63,15 @@ class Rows:
 
     def along(self, axis: int) -> Rows:
         """The same elements along another axis."""
-        return Rows(axis, self.first, self.last, self.step)
+        return replace(self, axis=axis)
 
     def of(self, x: Expr) -> Call:
         """Their slice of a tensor."""
-        limits = [self.axis], [self.first], [self.last], [self.step]
-        return op.strided_slice(x, *limits, assume_inbound=True)
+        first, last = self.first, self.last
+        if self.from_end:
+            end = x.ty.shape.values[self.axis]
+            first, last = end + first, end + last if last else end
+        return op.strided_slice(x, [self.axis], [first], [last], [self.step], assume_inbound=True)
 
 
 _ALL = None
@@ -83,7 +94,11 @@ def sliced_rows(call: Expr) -> Rows | None:
     if not is_call(call, "strided_slice"):
         return None
     source, axes, *limits = call.args
-    shape, numbers = static_shape(source), [numbers_of(tuple_) for tuple_ in (axes, *limits)]
+    shape, numbers = _shape(source), [numbers_of(tuple_) for tuple_ in (axes, *limits)]
+    if shape and numbers[0] is not None and len(numbers[0]) == 1:
+        axis = numbers[0][0] % len(shape)
+        if not isinstance(shape[axis], int):
+            return _rows_of_symbolic(call, axis, numbers[1:])
     if not shape or any(found is None or len(found) != 1 for found in numbers):
         return None
     (axis,), *limits = numbers
@@ -93,14 +108,41 @@ def sliced_rows(call: Expr) -> Rows | None:
     return Rows(axis % len(shape), places[0], places[-1] + 1, places.step)
 
 
+def _rows_of_symbolic(call: Call, axis: int, limits: list[list[int] | None]) -> Rows | None:
+    """What a slice reads along an axis of symbolic extent: elements next to its start or its end,
+    which are all there (`assume_inbound`).
+    """
+    if not call.attrs.assume_inbound or any(
+        not isinstance(tuple_, relax.Tuple) or len(tuple_.fields) != 1 for tuple_ in call.args[2:]
+    ):
+        return None
+    (step,) = (limits[2] if len(limits) > 2 else [1]) or (0,)
+    extent, from_end = call.args[0].ty.shape.values[axis], limits[0] is None
+    if from_end:
+        simplify = tvm.sym.Analyzer().simplify
+        apart = [simplify(tuple_.fields[0] - extent) for tuple_ in call.args[2:4]]
+        if not all(isinstance(n, tvm.tirx.IntImm) for n in apart):
+            return None
+        first, last = map(int, apart)
+    elif limits[1] is not None:
+        first, last = limits[0][0], limits[1][0]
+    else:
+        return None
+    inside = last <= 0 if from_end else first >= 0
+    count = len(range(first, last, step)) if step > 0 else 0
+    if not inside or not 0 < count <= MOST_OF_ALL * assumed(extent_of(extent)):
+        return None
+    return Rows(axis, first, last, step, from_end)
+
+
 def narrowed_operands(call: Expr, rows: Rows) -> list[Needed] | None:
     """Of each operand what the rows of a result are computed of, `None` for all of it; None where
     they cannot be computed alone.
     """
     if not isinstance(call, Call) or not isinstance(call.op, tvm.ir.Op):
         return None
-    shape = static_shape(call)
-    tensors = [static_shape(arg) for arg in call.args]
+    shape = _shape(call)
+    tensors = [_shape(arg) for arg in call.args]
     if shape is None:
         return None
     if is_call(call, *_ELEMENTWISE):
@@ -121,14 +163,24 @@ def narrowed_operands(call: Expr, rows: Rows) -> list[Needed] | None:
     return None
 
 
-def _broadcast(rows: Rows, rank: int, shape: tuple[int, ...]) -> Needed:
+def _shape(tensor: Expr) -> tuple[Extent, ...] | None:
+    """The extents of a tensor expression, symbolic ones as text."""
+    known = static_shape(tensor)
+    shape = getattr(tensor.ty, "shape", None)
+    if known is not None or not isinstance(shape, relax.ShapeExpr):
+        return known
+    is_tensor = isinstance(tensor.ty, relax.TensorType)
+    return tuple(map(extent_of, shape.values)) if is_tensor else None
+
+
+def _broadcast(rows: Rows, rank: int, shape: tuple[Extent, ...]) -> Needed:
     """The rows of an operand that is broadcast to a result of `rank` axes."""
     axis = rows.axis - (rank - len(shape))
     return _ALL if axis < 0 or shape[axis] == 1 else rows.along(axis)
 
 
 def _of_product(
-    rows: Rows, rank: int, tensors: list[tuple[int, ...] | None]
+    rows: Rows, rank: int, tensors: list[tuple[Extent, ...] | None]
 ) -> list[Needed] | None:
     left, right = tensors
     if left is None or right is None or min(len(left), len(right)) < 2 or rows.axis == rank - 1:
@@ -138,7 +190,7 @@ def _of_product(
     return [_broadcast(rows, rank, shape) for shape in (left, right)]
 
 
-def _of_reduction(call: Call, rows: Rows, shape: tuple[int, ...] | None) -> list[Needed] | None:
+def _of_reduction(call: Call, rows: Rows, shape: tuple[Extent, ...] | None) -> list[Needed] | None:
     if shape is None or call.attrs.axis is None:
         return None
     reduced = {int(axis) % len(shape) for axis in call.attrs.axis}
@@ -147,11 +199,13 @@ def _of_reduction(call: Call, rows: Rows, shape: tuple[int, ...] | None) -> list
     return None if axis in reduced else [rows.along(axis)]
 
 
-def _same_axis(shape: tuple[int, ...], axis: int, source: tuple[int, ...] | None) -> int | None:
+def _same_axis(
+    shape: tuple[Extent, ...], axis: int, source: tuple[Extent, ...] | None
+) -> int | None:
     """The axis of a tensor that is `axis` of it reshaped to `shape`."""
-    before = math.prod(shape[:axis])
+    before = product_key(shape[:axis])
     for other, extent in enumerate(source or ()):
-        if extent == shape[axis] and math.prod(source[:other]) == before:
+        if extent == shape[axis] and product_key(source[:other]) == before:
             return other
     return None
 
@@ -254,7 +308,7 @@ class _Narrower(PyExprMutator):
         pairs = zip(call.args, operands, strict=True)
         args = [self.visit_expr(a) if r is None else self._rows(a, r) for a, r in pairs]
         if is_call(call, "reshape"):
-            shape = list(static_shape(call))
+            shape = list(call.ty.shape.values)
             shape[rows.axis] = rows.count
             return op.reshape(args[0], shape)
         return Call(call.op, args, call.attrs, call.ty_args, call.span)
