@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
+from tvm import relax
 from tvm.relax import op
 
 from tvm_fusion.config import load_policy, resolve_target
@@ -49,6 +51,9 @@ class Noting:
     def __init__(self, done=()):
         self.given, self.done = [], done
 
+    def job(self, job):
+        return job
+
     def begin(self, jobs, *how):
         self.given += [job.name for job in jobs]
         for job in jobs:
@@ -57,6 +62,10 @@ class Noting:
 
     def stop(self):
         self.given.append("stopped")
+
+
+def job(path):
+    return Job("kernel", None, "pointwise", path, lambda code: code)
 
 
 def written(planned, writers=None):
@@ -75,7 +84,7 @@ def test_a_process_writes_what_this_one_does(planned, tmp_path, monkeypatch):
         assert [job.answer.result(PATIENCE_S) is not None for job in given] == [True] * len(given)
 
     monkeypatch.setattr(KernelWriters, "begin", all_answered)
-    found, codes = written(planned, KernelWriters(1, H200))
+    found, codes = written(planned, KernelWriters(1, TARGET, H200))
     assert codes.keys() == plain.keys() == {job.name for job in jobs}
     for name, code in codes.items():
         assert [u.source for u in code.units] == [u.source for u in plain[name].units]
@@ -106,11 +115,11 @@ def test_what_a_process_cannot_write_is_written_here(planned, tmp_path, monkeypa
 
 
 def test_a_process_that_ends_leaves_what_waits(tmp_path):
-    writers = KernelWriters(1, H200)
-    job = Job("kernel", None, "pointwise", tmp_path / "kernel.json")
+    writers = KernelWriters(1, TARGET, H200)
+    one = job(tmp_path / "kernel.json")
     writers.stop()
-    writers.begin([job], TARGET, H200, POLICY, lambda code: code)
-    assert job.answer.cancel()
+    writers.begin([one], TARGET, H200, POLICY)
+    assert one.answer.cancel()
 
 
 def test_a_process_that_hangs_is_stopped(planned, tmp_path, monkeypatch):
@@ -126,30 +135,113 @@ def test_a_process_that_hangs_is_stopped(planned, tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_writers._Process, "__init__", silent)
     _, plain = written(planned)
     monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path / "other"))
-    _, codes = written(planned, KernelWriters(2, H200))
+    _, codes = written(planned, KernelWriters(2, TARGET, H200))
     assert codes.keys() == plain.keys()
     assert [process._process.wait(PATIENCE_S) for process, _ in seen] == [-signal.SIGKILL] * 2
 
 
 def test_a_program_that_is_no_python_starts_no_processes(monkeypatch):
     monkeypatch.setenv(kernel_writers.VARIABLE, "2")
-    monkeypatch.setattr(kernel_writers, "KernelWriters", lambda n, _: pytest.fail("started"))
+    monkeypatch.setattr(kernel_writers, "KernelWriters", lambda *_: pytest.fail("started"))
     for name, value in (("executable", ""), ("executable", None), ("frozen", True)):
         with monkeypatch.context() as changed, writers_beside():
             changed.setattr(sys, name, value, raising=False)
-            kernel_writers.begin(TARGET, H200, POLICY)
+            kernel_writers.begin(chain(1), TARGET, H200, POLICY)
 
 
-@pytest.mark.parametrize(("asked", "count"), [("", 0), ("3", 3), ("0", 0), ("many", 0)])
-def test_as_many_processes_start_as_are_asked_for(monkeypatch, asked, count):
-    began = []
+@pytest.mark.parametrize(
+    ("asked", "bindings", "cores", "count"),
+    [
+        ("3", 1, 1, 3),
+        ("0", 999, 64, 0),
+        ("", 31, 64, 0),
+        ("", 64, 64, 2),
+        ("", 999, 64, 4),
+        ("", 999, 11, 2),
+        ("many", 999, 3, 0),
+    ],
+)
+def test_as_many_processes_start_as_are_asked_for_or_pay(
+    monkeypatch, asked, bindings, cores, count
+):
+    began, mod = [], chain(bindings)
     monkeypatch.setenv(kernel_writers.VARIABLE, asked)
-    monkeypatch.setattr(kernel_writers, "KernelWriters", lambda n, _: began.append(n) or Noting())
-    kernel_writers.begin(TARGET, H200, POLICY)
+    monkeypatch.setattr(kernel_writers, "available_cores", lambda: cores)
+    monkeypatch.setattr(kernel_writers, "KernelWriters", lambda n, *_: began.append(n) or Noting())
+    kernel_writers.begin(mod, TARGET, H200, POLICY)
     assert not began  # nothing is compiled
     with writers_beside():
-        kernel_writers.begin(TARGET, H200, POLICY)
+        kernel_writers.begin(mod, TARGET, H200, POLICY)
         started = current_writers()
     assert began == [count] * bool(count)
     assert (started.given == ["stopped"]) if count else (started is None)
     assert current_writers() is None
+
+
+def chain(bindings):
+    def body(bb, x):
+        for _ in range(bindings - 1):
+            x = bb.emit(op.exp(x))
+        return op.exp(x)
+
+    return module(body, ((8,), "float16"))
+
+
+@pytest.fixture
+def idle():
+    """Writers whose processes begin with nothing."""
+    writers = KernelWriters(0, TARGET, H200)
+    yield writers
+    writers.stop()
+
+
+def test_what_is_asked_for_again_is_the_job_that_it_was(idle, tmp_path):
+    first, other = (job(tmp_path / name) for name in "ab")
+    assert [idle.job(one) for one in (first, other)] == [first, other]
+    assert idle.job(job(first.path)) is first
+    first.answer.cancel()
+    again = job(first.path)
+    assert idle.job(again) is again
+
+
+def test_what_the_last_plan_does_not_have_is_dropped_unless_it_is_begun(idle, tmp_path):
+    begun, dropped, kept, new = (job(tmp_path / name) for name in "abcd")
+    idle.begin([begun, dropped, kept], TARGET, H200, POLICY)
+    assert idle._next() is begun
+    idle.begin([new, kept, begun], TARGET, H200, POLICY)
+    assert dropped.answer.cancelled()
+    assert begun.answer.running()
+    assert [idle._next(), idle._next(), idle._next()] == [new, kept, None]
+
+
+def test_kernels_of_the_best_plan_so_far_are_begun_before_the_last_one_is_there(monkeypatch):
+    """A network of equal layers, of which a few are planned first, and the last weight of which may
+    be stored with longer rows.
+    """
+    words = relax.const(np.ones((256, 1001), "float16"))
+
+    def body(bb, x, *weights):
+        for w in weights:
+            inner = bb.emit(op.nn.silu(bb.emit(op.matmul(bb.emit(op.nn.softmax(x)), w))))
+            x = bb.emit(op.add(x, inner))
+        return op.matmul(x, words)
+
+    sizes = (512, 256), *[(256, 256)] * 12
+    mod = module(body, *((size, "float16") for size in sizes))
+    offered = []
+
+    class Offered(Noting):
+        compiling = None
+
+        def begin(self, jobs, *how):
+            offered.append({(job.name, job.path) for job in jobs})
+
+    monkeypatch.setattr(kernel_writers, "_count", lambda mod: 1)
+    monkeypatch.setattr(kernel_writers, "KernelWriters", lambda *_: Offered())
+    with writers_beside():
+        found = Planned.of(mod, TARGET, H200, POLICY)
+        so_far = offered[-1]
+        with KernelsAhead(TARGET, H200, POLICY, current_writers()) as ahead:
+            found.write(ahead)
+    assert so_far
+    assert offered[-1] == so_far

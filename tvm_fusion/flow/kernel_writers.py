@@ -1,14 +1,16 @@
-"""Kernels of a model are written in processes beside this one, where the environment asks for them.
+"""Kernels of a large model for a GPU are written in processes beside this one.
 
-    this process:   planning ......... | writes the last, then asks for those that others wrote
+    this process:   planning: the best plan so far ... the last | writes what nobody has begun
     each of these:  starts, imports TVM | writes and lowers one kernel after another
+    nvcc:                                 | compiles what is written
 
 Python's lock lets one thread of a process write at a time. A process is sent what a kernel computes
 and answers with its code, host functions and CUDA sources, as it stands in the kernel cache. What
 it cannot write is written here, which says why.
 
-They start when a model turns out to be planned anew (`begin`, within `writers_beside`), so that
-they are there when it is planned, and end when its kernels are written.
+They start when a model turns out to be planned anew (`begin`, within `writers_beside`), and end
+when its kernels are written. Most kernels of the best plan so far are those of the last one, by the
+same names: they are begun while rewrites are still tried (`kernels_ahead.begin_kernels`).
 """
 
 from __future__ import annotations
@@ -30,23 +32,28 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import tvm
-from tvm import tirx
+from tvm import relax, tirx
 from tvm_ffi.serialization import from_json_graph_str, to_json_graph_str
 
 from ..config import HardwareProfile, Policy
 from ..errors import Unsupported
-from ..host.cores import on_all_cores, use_all_cores
+from ..host.cores import available_cores, on_all_cores, use_all_cores
 from ..host.no_torch import module_command
 from ..kernels.registry import families
+from ..runtime.build.cubin_cache import Compiling
+from ..runtime.build.cuda_compiler import cuda_arch
 from ..runtime.build.kernel_code import KernelCode, kernel_code
 from ..runtime.build.lowering import is_tirx
 from ..transform.apply.write_kernels import KernelWriter, named
 from .kernel_cache import KernelCache, code_of, code_text, keep_text
 
 VARIABLE = "TVM_FUSION_WRITERS"
-"""How many processes; none by default. Nobody compared the two ways on one machine: with six of 16
-cores GoogLeNet and ViT-B were compiled in 30.3 and 16.1 s (2026-11-28), without them in 26.7 and
-10.0 on another machine, where inductor took as long."""
+"""How many processes, in place of what `_count` takes for right."""
+MOST, CORES_EACH, BINDINGS_EACH = 4, 4, 32
+"""Processes: not more than so many, one for so many cores (nvcc takes those that are left), and one
+for so many bindings of a model: to start takes it as long as to write ten kernels. 47 kernels of
+GoogLeNet were written in 12.6 s, beside six processes in 4.0 (H200, 16 cores, 2026-11-28), while
+planning took 9.3 s for 8.4."""
 LONGEST_S = 60.0
 """That a kernel is waited for; a process that does not answer by then is stopped."""
 logger = logging.getLogger(__name__)
@@ -62,6 +69,8 @@ class Job:
         What it is called, what it computes, and who writes it.
     path : Path
         Where it is kept.
+    begun : callable
+        Takes its code as soon as it is there.
     answer : Future
         Its code; None where a process could not write it.
     """
@@ -70,6 +79,7 @@ class Job:
     func: tirx.PrimFunc
     class_name: str
     path: Path
+    begun: Callable[[KernelCode], KernelCode]
     answer: Future[KernelCode | None] = field(default_factory=Future)
 
 
@@ -98,22 +108,19 @@ class _Process:
         self._is_ready = False
         self._connection.send(hw)
 
-    def serve(self, waiting: deque[Job], how: tuple, begun: Callable) -> None:
+    def serve(self, next_job: Callable[[], Job | None], how: tuple) -> None:
         """Answers jobs until there are none; those that come to nothing are answered with None."""
         use_all_cores()
         try:
             with self._lock:
                 if not self._is_ready:
                     self._is_ready = self._connection.recv()
-                while waiting:
-                    with suppress(IndexError):  # another process was faster
-                        self._answer(waiting.popleft(), how, begun)
+                while (job := next_job()) is not None:
+                    self._answer(job, how)
         except Exception as error:  # it ended, say: what waits is written elsewhere
             logger.info("a process writes no more kernels: %r", error)
 
-    def _answer(self, job: Job, how: tuple, begun: Callable[[KernelCode], KernelCode]) -> None:
-        if not job.answer.set_running_or_notify_cancel():
-            return
+    def _answer(self, job: Job, how: tuple) -> None:
         code = None
         try:
             text = to_json_graph_str(job.func)
@@ -122,7 +129,7 @@ class _Process:
                 self._process.kill()
                 raise TimeoutError(f"{job.name} took longer than {LONGEST_S:g} s")
             said = self._connection.recv()
-            code = None if said is None else begun(code_of(said))
+            code = None if said is None else job.begun(code_of(said))
         finally:
             job.answer.set_result(code)
 
@@ -133,11 +140,28 @@ class _Process:
 
 
 class KernelWriters:
-    """Processes that write kernels, until they are stopped."""
+    """Processes that write kernels, until they are stopped.
 
-    def __init__(self, count: int, hw: HardwareProfile) -> None:
+    Attributes
+    ----------
+    compiling : Compiling
+        For what they write before there is a last plan.
+    """
+
+    def __init__(self, count: int, target: tvm.target.Target, hw: HardwareProfile) -> None:
         logger.info("%d processes write kernels", count)
         self._processes = [_Process(hw) for _ in range(count)]
+        self._jobs: dict[Path, Job] = {}
+        self._waiting: deque[Job] = deque()
+        self._lock = threading.Lock()
+        self.compiling = Compiling(cuda_arch(target))
+
+    def job(self, job: Job) -> Job:
+        """The job, or an equal one that was given before."""
+        known = self._jobs.get(job.path)
+        if known is None or known.answer.cancelled():
+            known = self._jobs[job.path] = job
+        return known
 
     def begin(
         self,
@@ -145,20 +169,34 @@ class KernelWriters:
         target: tvm.target.Target,
         hw: HardwareProfile,
         policy: Policy,
-        begun: Callable[[KernelCode], KernelCode],
     ) -> None:
-        """Has jobs done, the first ones first; `begun` takes the code of each."""
+        """Has jobs done, the first ones first; others that nobody has begun are dropped."""
         how = to_json_graph_str(target), hw, policy, tvm.transform.PassContext.current().opt_level
-        waiting = deque(jobs)
+        with self._lock:
+            for job in self._waiting:
+                if job not in jobs:
+                    job.answer.cancel()
+            waits = (job for job in jobs if not (job.answer.running() or job.answer.done()))
+            self._waiting = deque(waits)
         for process in self._processes:
-            arguments = waiting, how, begun
+            arguments = self._next, how
             threading.Thread(target=process.serve, args=arguments, daemon=True).start()
+
+    def _next(self) -> Job | None:
+        """A job that nobody has begun, for who asks; None where there is none."""
+        with self._lock:
+            while self._waiting:
+                job = self._waiting.popleft()
+                if job.answer.set_running_or_notify_cancel():
+                    return job
+        return None
 
     def stop(self) -> None:
         """Ends the processes."""
         for ended in [process.kill() for process in self._processes]:
             ended.wait()
         self._processes = []
+        self.compiling.__exit__()
 
 
 @dataclass(eq=False, slots=True)
@@ -184,12 +222,17 @@ def writers_beside() -> Iterator[None]:
             own.writers.stop()
 
 
-def begin(target: tvm.target.Target, hw: HardwareProfile, policy: Policy) -> None:
-    """Starts the processes that the environment asks for, for a GPU."""
-    own, count = _beside.get(), _count() if target.kind.name == "cuda" else 0
-    if own is not None and own.writers is None and count and KernelCache.of(target, hw, policy):
+def begin(
+    mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy
+) -> None:
+    """Starts as many processes as the kernels of a model for a GPU are worth."""
+    own = _beside.get()
+    if own is None or own.writers is not None or target.kind.name != "cuda":
+        return
+    count = _count(mod) if has_plain_passes() else 0
+    if count and KernelCache.of(target, hw, policy):
         try:
-            own.writers = KernelWriters(count, hw)
+            own.writers = KernelWriters(count, target, hw)
         except OSError as error:  # no memory for them, say
             logger.info("kernels are written here alone: %s", error)
 
@@ -200,13 +243,17 @@ def current_writers() -> KernelWriters | None:
     return None if own is None else own.writers
 
 
-def _count() -> int:
+def _count(mod: tvm.IRModule) -> int:
     if os.name != "posix":  # a process is given its socket as it starts
         return 0
     if not sys.executable or getattr(sys, "frozen", False):  # no Python that runs modules
         return 0
     asked = os.environ.get(VARIABLE, "")
-    return int(asked) if asked.isdecimal() else 0
+    if asked.isdecimal():
+        return int(asked)
+    blocks = mod["main"].body.blocks if isinstance(mod["main"].body, relax.SeqExpr) else ()
+    bindings = sum(len(block.bindings) for block in blocks)
+    return min(MOST, available_cores() // CORES_EACH, bindings // BINDINGS_EACH)
 
 
 def has_plain_passes() -> bool:

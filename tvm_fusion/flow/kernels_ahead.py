@@ -60,13 +60,16 @@ class KernelsAhead:
         hw: HardwareProfile,
         policy: Policy,
         writers: KernelWriters | None = None,
+        compiling: Compiling | None = None,
     ) -> None:
-        """`writers` are other processes that write kernels as well."""
+        """`writers` are other processes that write kernels as well; `compiling` is its own where
+        none is given.
+        """
         self._codes: dict[str, Future[KernelCode | None]] = {}
         self._pool = ThreadPoolExecutor(
             min(MOST_LOWERED, available_cores()), initializer=use_all_cores
         )
-        self.compiling = Compiling(cuda_arch(target))
+        self.compiling = compiling or Compiling(cuda_arch(target))
         self._target = target
         self._hw, self._policy, self._writers = hw, policy, writers
         self._cache = KernelCache.of(target, hw, policy)
@@ -102,7 +105,7 @@ class KernelsAhead:
 
         Kernels of equal PrimFuncs are one, which is written here.
         """
-        jobs = self._offered(wanted, name_of)
+        jobs = self.offered(wanted, name_of)
         yield from (one for one in wanted if one not in jobs)
         late = []
         for one in reversed(list(jobs)):
@@ -113,8 +116,8 @@ class KernelsAhead:
                 late.append(one)
         yield from late
 
-    def _offered(
-        self, wanted: Sequence[Wanted], name_of: Callable[[Wanted], str]
+    def offered(
+        self, wanted: Sequence[Wanted], name_of: Callable[[Wanted], str] = attrgetter("name")
     ) -> dict[Wanted, Job]:
         """What other processes may write from now on."""
         if self._writers is None or self._cache is None or not has_plain_passes():
@@ -127,9 +130,10 @@ class KernelsAhead:
                 continue
             path = self._path(name, one.func, one.class_name, "")
             if not path.exists():
-                jobs[one] = Job(name, one.func, one.class_name, path)
+                job = Job(name, one.func, one.class_name, path, self._begun)
+                jobs[one] = self._writers.job(job)
                 self._codes[name] = jobs[one].answer
-        self._writers.begin(list(jobs.values()), self._target, self._hw, self._policy, self._begun)
+        self._writers.begin(list(jobs.values()), self._target, self._hw, self._policy)
         return jobs
 
     def known(
@@ -304,3 +308,14 @@ def kernels_ahead(
     if target.kind.name != "cuda":
         return nullcontext()
     return KernelsAhead(target, hw, policy, current_writers())
+
+
+def begin_kernels(
+    wanted: Sequence[Wanted], target: tvm.target.Target, hw: HardwareProfile, policy: Policy
+) -> None:
+    """Has other processes begin with the kernels of a plan that may not be the last one. Those that
+    the last one has, too, are its own: what decides a kernel is in the name of its job.
+    """
+    writers = current_writers()
+    if writers is not None:
+        KernelsAhead(target, hw, policy, writers, writers.compiling).offered(wanted)

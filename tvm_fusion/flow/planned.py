@@ -44,7 +44,14 @@ from ..runtime.build.build import Built, KernelBuildError, build, memory_of
 from ..runtime.calls.call_memory import MemoryPlan
 from ..transform.apply.materialize import Materialized, materialize
 from ..transform.apply.pack_constants import PackConstants, packable_arguments
-from ..transform.apply.write_kernels import CLASS_ATTR, Ahead, Tuned, Written, write_kernels
+from ..transform.apply.write_kernels import (
+    CLASS_ATTR,
+    Ahead,
+    Tuned,
+    Written,
+    wanted_kernels,
+    write_kernels,
+)
 from ..transform.functions.devices import Part
 from ..transform.functions.each_function import EachFunction
 from ..transform.functions.function_apart import own_functions
@@ -61,7 +68,8 @@ from ..transform.functions.functions import (
 from ..transform.layouts.memory_formats import MemoryFormats
 from ..transform.pipeline import lower
 from ..transform.rewrites.rewrites import known_rewrites
-from .kernels_ahead import kernels_ahead
+from .kernel_writers import current_writers
+from .kernels_ahead import begin_kernels, kernels_ahead
 from .variants import best_plan
 
 logger = logging.getLogger(__name__)
@@ -161,7 +169,12 @@ class Planned:
             given = tuned.plan(mod, hw, policy)
         if given is None:
             with stage("planning"):
-                low, graph, plan = best_plan(mod, target, hw, policy)
+
+                def so_far(low: tvm.IRModule, graph: FusionGraph, plan: FusionPlan) -> None:
+                    found = Lowered(low, graph, hw, policy)
+                    cls(source, found, plan, tuned=tuned)._begin_kernels()
+
+                low, graph, plan = best_plan(mod, target, hw, policy, so_far)
             return cls(source, Lowered(low, graph, hw, policy), plan, tuned=tuned)
         if given.opened:
             low = lower(mod, target, hw=hw, rewrites=known_rewrites(given.rewrites, policy))
@@ -346,16 +359,35 @@ class Planned:
 
     def _written(self, materialized: Materialized, ahead: Ahead | None) -> Written:
         """The kernels of a module; where that stage is disabled, the module as it is."""
-        classes = {name: g.kernel_class for name, g in materialized.groups.items()}
 
         def apply(mod: tvm.IRModule) -> Written:
-            constants = packable_arguments(mod, self.hw) if is_enabled(PACK_CONSTANTS) else {}
+            classes, *known = self._known_of(mod, materialized)
             with self.target:
-                known = self.tuned, constants, self._early(materialized)
                 return write_kernels(mod, classes, self.hw, self.policy, ahead, *known)
 
         found = result_of(WRITE_KERNELS, materialized.mod, apply, lambda done: done.mod)
         return Written(materialized.mod, {}) if found is None else found
+
+    def _begin_kernels(self) -> None:
+        """Has other processes, where there are any, begin with the kernels of the plan."""
+        if current_writers() is None:
+            return
+        try:
+            materialized = self._materialized()
+            classes, *known = self._known_of(materialized.mod, materialized)
+            with self.target:
+                wanted = wanted_kernels(materialized.mod, classes, self.policy, *known)
+                begin_kernels(wanted, self.target, self.hw, self.policy)
+        except Exception as error:  # a gain of time: those of the last plan are written anyway
+            logger.info("no kernels are begun before all is planned: %r", error)
+
+    def _known_of(self, mod: tvm.IRModule, materialized: Materialized) -> tuple[Any, ...]:
+        """What is known of the kernels of a module: their classes, those that tuning chose, their
+        constants, and which are launched early.
+        """
+        classes = {name: g.kernel_class for name, g in materialized.groups.items()}
+        constants = packable_arguments(mod, self.hw) if is_enabled(PACK_CONSTANTS) else {}
+        return classes, self.tuned, constants, self._early(materialized)
 
     def _early(self, materialized: Materialized) -> dict[str, bool]:
         """The PrimFuncs whose kernels may be launched early, and whether they are predicted to be

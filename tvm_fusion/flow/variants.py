@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,6 +26,9 @@ from .few_layers import FewLayers, few_layers
 from .plan_cache import Kept
 
 logger = topic("plan")
+
+Told = Callable[[tvm.IRModule, FusionGraph, FusionPlan], None]
+"""Is told of a plan that may not be the last: of what lowered module, and of what graph."""
 
 # Share of a module's predicted time that a rewrite of its graph has to save; what the same
 # instructions take before and after (`PlannedGroup.common_us`) does not count.
@@ -148,10 +151,15 @@ def _changed(before: relax.Function, after: relax.Function) -> set[str]:
 
 @uncollected()
 def best_plan(
-    mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    hw: HardwareProfile,
+    policy: Policy,
+    told: Told | None = None,
 ) -> tuple[tvm.IRModule, FusionGraph, FusionPlan]:
     """Return the lowered module, its graph and its plan, with those rewrites of the opened graph by
-    which the predicted time falls.
+    which the predicted time falls. While it is searched for, `told` gets the best plan so far each
+    time that there is one; of a model of many equal layers that of a few.
 
     Each is tried on top of those kept before, and on top of the last one that did not gain by
     itself: some pay only together. A module that was planned before is not planned again
@@ -163,22 +171,25 @@ def best_plan(
         graph = build_graph(low)
         if kept.fits(graph):
             return low, graph, kept.found
-    low, graph, plan = searched_plan(mod, target, hw, policy)
+    low, graph, plan = searched_plan(mod, target, hw, policy, told)
     if kept is not None:
         kept.keep(graph, plan)
     return low, graph, plan
 
 
 def searched_plan(
-    mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    hw: HardwareProfile,
+    policy: Policy,
+    told: Told | None = None,
 ) -> tuple[tvm.IRModule, FusionGraph, FusionPlan]:
     """As `best_plan`, searched for. Of a model of many equal layers rewrites are tried on a few,
     and on all where these do not tell.
     """
+    kernel_writers.begin(mod, target, hw, policy)
     opened = open_composites(mod, target, hw=hw)
-    few = few_layers(opened)
-    kernel_writers.begin(target, hw, policy)
-    search = _Search(_Variant(opened, _Device(target, hw, policy)), few)
+    search = _Search(_Variant(opened, _Device(target, hw, policy)), few_layers(opened), told)
     best = search.best()
     low, graph = best.lowered
     plan, _ = probed_plan(low, graph, best.plan, hw, policy, target)
@@ -196,9 +207,12 @@ class _Search:
         The module of few layers, on which rewrites are tried; None: on the whole one.
     """
 
-    def __init__(self, whole: _Variant, few: FewLayers | None) -> None:
+    def __init__(
+        self, whole: _Variant, few: FewLayers | None = None, told: Told | None = None
+    ) -> None:
         self.wholes = {(): whole}
         self.few = None if few is None else replace(whole, opened=few.mod, few=few)
+        self._told, self._latest = told, None
 
     def best(self) -> _Variant:
         """The whole module with the rewrites that gain."""
@@ -210,6 +224,7 @@ class _Search:
             tried = [variant for variant in tried if variant is not None]
             if not tried:
                 continue
+            self._tell(best)
             hopeful = [variant for variant in tried if variant.may_gain(best)]
             if not hopeful:
                 logger.info("%s: left, it changes launches of little time only", name)
@@ -218,7 +233,14 @@ class _Search:
             found = min(hopeful, key=lambda variant: variant.us)
             gains = self._gains(name, best, found)
             best, passed_over = (found, None) if gains else (best, tried[0])
+            self._tell(best)
         return self._whole(best)
+
+    def _tell(self, best: _Variant) -> None:
+        """This is the best variant so far, and is planned in any case."""
+        if self._told is not None and best is not self._latest:
+            self._latest = best
+            self._told(*best.lowered, best.plan)
 
     def _gains(self, name: str, best: _Variant, found: _Variant) -> bool:
         """Whether a variant saves enough; of few layers the whole ones decide if it is close."""

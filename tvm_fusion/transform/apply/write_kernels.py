@@ -138,30 +138,8 @@ def write_kernels(
         that pays whatever they read.
     """
     functions, failures = dict(mod.functions.items()), {}
-    writer, outputs = KernelWriter(hw, policy), _output_counts(mod)
-    slow = names(lambda family: family.slow_to_compile)
-    written_out = names(lambda family: family.writes_out_windows)
-
-    def turn(item: tuple[tvm.ir.GlobalVar, Any]) -> tuple[int, bool, str]:
-        name = classes.get(item[0].name_hint)
-        terms = _terms(item[1]) if name in written_out else 0
-        return -terms if terms >= MANY_TERMS else 0, name not in slow, item[0].name_hint
-
-    written = [
-        (gvar, func)
-        for gvar, func in sorted(functions.items(), key=turn)
-        if classes.get(gvar.name_hint, STOCK) not in UNWRITTEN and isinstance(func, tirx.PrimFunc)
-    ]
-    wanted = []
-    for gvar, func in written:
-        symbol, name = gvar.name_hint, classes[gvar.name_hint]
-        func = mark_constants(func, constants.get(symbol, ()))
-        if gvar in outputs and _is_symbolic(func):
-            func = func.with_attr(OUTPUTS_ATTR, outputs[gvar])
-        choice = tuned.choice(func, name, policy) if tuned is not None else ""
-        if symbol in early:
-            func = func.with_attr(EARLY_ATTR, early[symbol])
-        wanted.append(Wanted(gvar, func, name, choice))
+    writer = KernelWriter(hw, policy)
+    wanted = wanted_kernels(mod, classes, policy, tuned, constants, early)
     turns = wanted if ahead is None else ahead.in_turn(wanted)
     for one in stepped("kernels written", turns, len(wanted)):
         symbol, func, name, choice = one.name, one.func, one.class_name, one.choice
@@ -188,6 +166,42 @@ def write_kernels(
             known = constants.get(gvar.name_hint, ())
             functions[gvar] = _of_recurrence(gvar.name_hint, func, known, hw, policy)
     return Written(with_functions(mod, functions), failures)
+
+
+def wanted_kernels(
+    mod: tvm.IRModule,
+    classes: Mapping[str, str],
+    policy: Policy,
+    tuned: Tuned | None = None,
+    constants: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    early: Mapping[str, bool] = MappingProxyType({}),
+) -> list[Wanted]:
+    """The kernels that `write_kernels` writes, in that order: what takes nvcc longest stands first.
+    Parameters are those of `write_kernels`.
+    """
+    outputs = _output_counts(mod)
+    slow = names(lambda family: family.slow_to_compile)
+    written_out = names(lambda family: family.writes_out_windows)
+
+    def turn(item: tuple[tvm.ir.GlobalVar, Any]) -> tuple[int, bool, str]:
+        name = classes.get(item[0].name_hint)
+        terms = _terms(item[1]) if name in written_out else 0
+        return -terms if terms >= MANY_TERMS else 0, name not in slow, item[0].name_hint
+
+    wanted = []
+    for gvar, func in sorted(mod.functions.items(), key=turn):
+        symbol = gvar.name_hint
+        name = classes.get(symbol, STOCK)
+        if name in UNWRITTEN or not isinstance(func, tirx.PrimFunc):
+            continue
+        func = mark_constants(func, constants.get(symbol, ()))
+        if gvar in outputs and _is_symbolic(func):
+            func = func.with_attr(OUTPUTS_ATTR, outputs[gvar])
+        choice = tuned.choice(func, name, policy) if tuned is not None else ""
+        if symbol in early:
+            func = func.with_attr(EARLY_ATTR, early[symbol])
+        wanted.append(Wanted(gvar, func, name, choice))
+    return wanted
 
 
 def _output_counts(mod: tvm.IRModule) -> dict[tvm.ir.GlobalVar, int]:
