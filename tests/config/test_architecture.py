@@ -17,6 +17,7 @@ QUESTIONS = sorted(n for n in vars(Architecture) if n.startswith(("has_", "is_")
 AMPERE = {"has_cp_async", "has_mma"}
 ADA = {*AMPERE, "has_float8_mma"}
 LATER = {*ADA, "has_tma", "has_clusters", "has_dependent_launch"}
+BLACKWELL = {*LATER, "is_unrolled_to_spills"}
 HOPPER = {*LATER, "is_rated_by_wgmma", "has_wide_float8_mma"}
 
 
@@ -30,13 +31,13 @@ HOPPER = {*LATER, "is_rated_by_wgmma", "has_wide_float8_mma"}
         ("sm_89", ADA),
         ("sm_90", HOPPER),
         ("sm_90a", {*HOPPER, "has_wgmma"}),
-        ("sm_100", LATER),
-        ("sm_100a", LATER),
-        ("sm_103f", LATER),
-        ("sm_110a", LATER),
-        ("sm_120", LATER),
-        ("sm_121a", LATER),
-        ("sm_130", LATER),
+        ("sm_100", BLACKWELL),
+        ("sm_100a", BLACKWELL),
+        ("sm_103f", BLACKWELL),
+        ("sm_110a", BLACKWELL),
+        ("sm_120", BLACKWELL),
+        ("sm_121a", BLACKWELL),
+        ("sm_130", BLACKWELL),
     ],
 )
 def test_what_each_architecture_can_do(name, can):

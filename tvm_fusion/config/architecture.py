@@ -84,6 +84,14 @@ class Architecture:
         return (self.major, self.minor, self.suffix) == (9, 0, "a")
 
     @property
+    def is_unrolled_to_spills(self) -> bool:
+        """Whether ptxas unrolls loops of few turns beyond the registers that a thread may have: in
+        the streamed softmax of 65,536 columns by 1,024 threads it spills 160 to 172 bytes of four
+        turns, and none where they stay a loop; before sm_100 it does not unroll these (CUDA 13.0).
+        """
+        return self.number >= 100
+
+    @property
     def is_rated_by_wgmma(self) -> bool:
         """Whether the rates of tensor cores in a profile are those of wgmma, of which mma.sync
         reaches a share: Hopper's, with its own features or without.

@@ -354,6 +354,18 @@ def test_streamed_sums_of_exponentials_get_the_blocks_that_the_estimate_counts(d
         assert resources[name].spill_bytes == 0
 
 
+def test_streamed_rows_keep_to_their_registers_on_blackwell():
+    """ptxas would unroll loops of few turns, whose loads do not fit."""
+    rtx5090, program = load_profile("nvidia_rtx5090"), program_of("softmax", 4096, 65536)
+    asked = [
+        RowConfig(Form.LOOP, 1024, width=8, unroll=unroll, prefetch=prefetch)
+        for unroll, prefetch in ((2, False), (2, True), (4, False))
+    ]
+    kernels = {f"k{i}": emit_row(program, config, rtx5090) for i, config in enumerate(asked)}
+    resources = compile_cubins(kernels, "sm_120")
+    assert {r.kernel: r.spill_bytes for r in resources} == dict.fromkeys(kernels, 0)
+
+
 def test_sums_that_do_not_run_along_ask_for_nothing():
     streamed = [c for c in row_configs(program_of("rowsum", 4096, 32000), H200) if c.cluster == 1]
     assert {c.min_blocks for c in streamed if c.form is Form.LOOP} == {0}

@@ -54,7 +54,7 @@ def emit_row(program: Program, config: RowConfig, hw: HardwareProfile) -> tirx.P
         _if_rows_exist(program, config, frame),
     ):
         if config.form is Form.LOOP:
-            LoopRows(program, config, frame).emit()
+            LoopRows(program, config, frame).emit(hw.architecture.is_unrolled_to_spills)
         elif config.form is Form.BULK:
             BulkRows(program, config, frame).emit_turns(clusters, turns)
         else:

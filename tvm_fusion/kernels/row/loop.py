@@ -30,9 +30,10 @@ class LoopRows(RowKernel):
 
     keeps_rows = False
 
-    def emit(self) -> None:
-        """The body of the kernel."""
+    def emit(self, rolled: bool) -> None:
+        """The body of the kernel; `rolled`: ptxas is not to unroll its loops."""
         config = self.config
+        self.unroll = False if rolled else None
         if config.rows != 1:
             raise Unsupported("a block streams one row at a time")
         self.allocate(config.unroll * config.width)
@@ -84,7 +85,7 @@ class LoopRows(RowKernel):
             return
         if isinstance(count, int) and not count:
             return
-        with T.serial(count) as turn:
+        with T.serial(count, unroll=self.unroll) as turn:
             self._group(step, prepared, (first + turn) * unroll, guarded)
 
     def _stream_ahead(self, step: Step, prepared: list[Expr], whole: Extent) -> None:
@@ -108,7 +109,7 @@ class LoopRows(RowKernel):
                     self._load(load, chunk, ahead[load.var])
 
         fetch(0)
-        with T.serial(whole) as turn:
+        with T.serial(whole, unroll=self.unroll) as turn:
             for load in self.current:
                 size = bytes_of(load.dtype)
                 target = places(self.tile_buffers[load.var], 0, size)
