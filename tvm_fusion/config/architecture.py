@@ -85,9 +85,10 @@ class Architecture:
 
     @property
     def is_unrolled_to_spills(self) -> bool:
-        """Whether ptxas unrolls loops of few turns beyond the registers that a thread may have: in
-        the streamed softmax of 65,536 columns by 1,024 threads it spills 160 to 172 bytes of four
-        turns, and none where they stay a loop; before sm_100 it does not unroll these (CUDA 13.0).
+        """Whether ptxas unrolls loops of few turns beyond the registers that a thread may have, and
+        keeps what they read for the next ones: a softmax that streams rows of 65,536 by 1,024
+        threads spills 160 to 172 bytes of four turns, a sum of 2,048 rows and what reads them again
+        80; none where these stay loops, and none before sm_100 (CUDA 13.0).
         """
         return self.number >= 100
 

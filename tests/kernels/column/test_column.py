@@ -420,6 +420,19 @@ def test_what_it_cannot_do_is_refused(emit, shape, chosen, why):
         emit_column(program_of(emit, (shape, HALF)), chosen, H200)
 
 
+def test_loops_on_blackwell_keep_to_their_registers():
+    """ptxas would unroll both and hold what the first one read."""
+
+    def less_its_tanh(bb, x):
+        return op.subtract(x, bb.emit(op.tanh(bb.emit(op.sum(x, axis=0, keepdims=True)))))
+
+    program = program_of(less_its_tanh, ((2048, 3072), "float32"))
+    chosen = config(LOOP, 8, 128, 4)
+    kernel = emit_column(program, chosen, load_profile("nvidia_rtx5090"))
+    (found,) = compile_cubins({"less": kernel}, "sm_120")
+    assert found.spill_bytes == 0
+
+
 def test_columns_of_symbolic_number_are_read_in_each_phase():
     n = tirx.Var("n", "int64")
     configs = column_configs(program_of(softmax_over(0), ((n, 16), HALF)), H200)

@@ -139,8 +139,9 @@ class LoopColumns(ColumnForm):
     Every other sweep runs backwards: what was read last is still in the caches.
     """
 
-    def emit(self) -> None:
-        """The body of the kernel."""
+    def emit(self, rolled: bool) -> None:
+        """The body of the kernel; `rolled`: ptxas is not to unroll its loops."""
+        self.unroll = False if rolled else None
         self.load_scalars()
         self.allocate(self.config.unroll * self.config.width)
         sweeps = 0
@@ -173,7 +174,7 @@ class LoopColumns(ColumnForm):
 
         def whole_groups() -> None:
             if not isinstance(groups, int) or groups:
-                with T.serial(groups) as turn:
+                with T.serial(groups, unroll=self.unroll) as turn:
                     group = groups - 1 - turn if backwards else turn
                     self._group(step, wanted, prepared, group * unroll, unroll, guarded=False)
 
@@ -266,8 +267,11 @@ def emit_column(program: Program, config: ColumnConfig, hw: HardwareProfile) -> 
     ):
         if config.cluster > 1:
             T.evaluate(device.cluster_arrive())
-        form = RegisterColumns if config.form is Form.REGISTERS else LoopColumns
-        form(program, config, lanes, frame).emit()
+        if config.form is Form.REGISTERS:
+            RegisterColumns(program, config, lanes, frame).emit()
+        else:
+            rolled = hw.architecture.is_unrolled_to_spills
+            LoopColumns(program, config, lanes, frame).emit(rolled)
     return frame.func
 
 
