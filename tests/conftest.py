@@ -135,10 +135,12 @@ def _with_texts_as_annotations(function: Callable) -> Callable:
 def pytest_collection_finish() -> None:
     """What is there now stays to the end: the garbage collector need not look through it again, and
     through what tests make less often. It took a sixth of the time in which modules of torch are
-    exported.
+    exported. How much that is takes 0.2 seconds to count, and each compile asks.
     """
     gc.collect()
     gc.freeze()
+    count = gc.get_freeze_count()
+    gc.get_freeze_count = lambda: count
     gc.set_threshold(100_000, 50, 20)
     gc.enable()
 

@@ -107,6 +107,8 @@ def test_commands_and_links_that_do_not_exist_are_found():
     assert LINK.findall("[a](b.md#c) ![d](e.png) [f](https://g.h) [i](#j)") == ["b.md", "e.png"]
 
 
+# Always: links lead somewhere, page by page.
+@pytest.mark.nightly
 @pytest.mark.long
 def test_the_site_is_built_and_no_link_in_it_leads_nowhere(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q"]

@@ -60,6 +60,8 @@ def test_a_twin_refuses_an_operator_that_it_does_not_know():
         twin(mod, torch_library("cpu"))
 
 
+# Always: a model timed without peers, and rows beside peers (`benchmarks/rows`).
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_torch")
 def test_a_model_is_timed_fused_and_unfused_and_by_peers():
     mod = relax_module(lambda bb, x: relax.op.sort(x), ("x", (32, 64), "float32"))

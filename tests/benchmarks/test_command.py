@@ -268,6 +268,8 @@ def setup_of(*peers, **options):
     return Setup("llvm", target, hw, peers, None, 0.01, 3, 0.1, **options)
 
 
+# Always: suites in this process, and processes of their own (`bench/test_apart`).
+@pytest.mark.nightly
 def test_workloads_are_compiled_ahead_in_processes_and_failures_named(monkeypatch, tmp_path):
     setup = setup_of("tvm", "jax", "unfused", "cublas", patience_s=0.01)
     prepared = prepare.prepare(["chain4"], setup, 1, tmp_path)

@@ -118,6 +118,8 @@ def test_a_right_module_is_right_and_a_tolerance_is_of_the_users(bisect):
     assert status == 2  # TVM's code rounds, too
 
 
+# Always: a wrong one, above.
+@pytest.mark.nightly
 def test_a_slow_kernel_is_found_and_shown_again(bisect, capsys):
     with broken("column", slow):
         status, said, folder = bisect("--slower", "--json")

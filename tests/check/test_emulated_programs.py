@@ -25,12 +25,12 @@ def assert_right(outcomes):
 
 
 @pytest.mark.long
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("first", range(0, 150, 25))
+@pytest.mark.one_in(15)
+@pytest.mark.parametrize("first", range(0, 150, 10))
 def test_random_programs_are_right_on_the_emulator(first):
-    outcomes = list(emulated_seeds(range(first, first + 25), 8, GREEDY, batch=25))
+    outcomes = list(emulated_seeds(range(first, first + 10), 8, GREEDY, batch=10))
     assert_right(outcomes)
-    assert sum(o.verdict.kind == RIGHT for o in outcomes) >= 20
+    assert sum(o.verdict.kind == RIGHT for o in outcomes) >= 7
 
 
 @pytest.mark.nightly

@@ -111,6 +111,8 @@ def test_a_wrong_write_is_found(wrong, model, references, monkeypatch):
     assert not found.passed
 
 
+# Always: a wrong write is found, and what is never written (`test_repair`).
+@pytest.mark.nightly
 def test_a_write_that_no_output_shows_gives_way(monkeypatch, caplog):
     planted(monkeypatch, neighbour_too)
     given, expected = arguments(), arguments()

@@ -78,6 +78,8 @@ def test_a_small_demo_block_on_the_cpu():
     assert all(g.error is not None for g in report.groups if len(g.ops) > 1)
 
 
+# Always: the demo is timed by the command line (`test_cli_end_to_end`).
+@pytest.mark.nightly
 def test_a_small_demo_block_is_timed_fused_and_unfused():
     mod = demo_block(1, 17, 24, 2, 40, F32)
     policy = {"measure_budget_s": 1}

@@ -745,6 +745,8 @@ def test_functions_are_planned_for_a_gpu_each_by_itself():
     assert report["prefill"].launches.fused < report["prefill"].launches.unfused
 
 
+# Always: what is captured, and why not (`runtime/test_cuda_graph`).
+@pytest.mark.nightly
 def test_whether_calls_can_be_captured_is_told_by_function():
     options = {"verify": False, "cuda_graph": True}
     compiled = tvm_fusion.compile(SEVERAL.make(), tvm.target.Target(H200_CONFIG), **options)
@@ -809,6 +811,7 @@ def sources_of(compiled: CompiledFunctions) -> tuple[str, ...]:
 
 
 @pytest.mark.usefixtures("own_cache")
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mod", [Alike, SEVERAL.make()], ids=["alike", "several"])
 def test_kernels_compiled_ahead_are_those_of_a_build_without(mod, monkeypatch):
     cold = on_h200(mod)

@@ -232,6 +232,8 @@ def test_rpc(tmp_path):
 SMALL = llm.Shape(layers=1, width=64, inner=96, heads=4, groups=2, words=100, dtype="float32")
 
 
+# Always: the other tutorials, and attention that reads a cache (`kernels/attention`).
+@pytest.mark.nightly
 def test_optimize_llm_is_right():
     mod, parameters = llm.language_model(SMALL, TARGET)
     counts = stock_launches(mod, passes.FuseTransposeMatmul())

@@ -104,6 +104,8 @@ def test_what_was_compiled_once_is_found_without_a_compiler(softmaxes, tmp_path,
     assert probed(softmaxes, groups) == first
 
 
+# Always: equal groups are compiled once, and what was compiled is found.
+@pytest.mark.nightly
 @needs_nvcc
 def test_the_order_of_groups_and_the_number_of_compilers_do_not_matter(
     softmaxes, tmp_path, monkeypatch

@@ -47,6 +47,8 @@ def test_a_model_of_onnx(name, most, least):
     check(tvm_fusion.compile(case.model, "llvm", verify=False), case, most, least)
 
 
+# Always: BERT's import (`test_torch`), a model of each kind (`zoo`), attention of symbolic sizes.
+@pytest.mark.nightly
 def test_a_model_of_transformers_compiles_once_for_all_batches_and_lengths():
     case = models.tiny_bert(sequence=16, batch=2)
     sizes = {"input_ids": {0: Dim("batch"), 1: Dim("length", max=256)}}

@@ -143,6 +143,8 @@ def test_a_light_model_is_imported_with_its_weights_as_constants(name):
     assert relax.analysis.check_well_formed(relax.transform.LegalizeOps()(mod))
 
 
+# Always: a light model, and tests of each operator (`test_onnx_conformance`).
+@pytest.mark.nightly
 def test_squeezenet_with_random_weights_gives_what_the_reference_evaluator_gives():
     case = onnx_light_random("light_squeezenet")
     (result,) = run_unfused(load(case.model), *case.arrays)

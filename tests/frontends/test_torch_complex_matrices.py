@@ -1,5 +1,6 @@
 """Solutions, inverses and values of complex matrices, beside PyTorch."""
 
+import pytest
 import torch
 
 from ..support.frontend_tools import check
@@ -28,6 +29,8 @@ def test_systems_and_inverses():
     check(function, A, B, torch.eye(4))
 
 
+# Always: systems, above; factors of real ones (`test_torch_linalg`).
+@pytest.mark.nightly
 def test_hermitian_matrices():
     def function(h, b, a):
         lower = linalg.cholesky(h)

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -132,6 +133,8 @@ def test_means_of_windows_of_integers():
     check(function, torch.randint(-9, 9, (2, 3, 7, 6)))
 
 
+# Always: images are sampled (`test_torch_indexing`).
+@pytest.mark.nightly
 def test_volumes_are_sampled():
     def function(x, grid):
         return (

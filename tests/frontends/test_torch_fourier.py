@@ -38,6 +38,8 @@ def test_a_transform_in_float64_is_exact():
     assert error(fourier._c2c(x, [1], 0, True), torch.fft.fft(x)) < 2e-15
 
 
+# Always: transforms beside float64, below, and signals in windows.
+@pytest.mark.nightly
 def test_all_forms():
     torch.manual_seed(0)
     x, z = torch.randn(3, 6, 9), torch.randn(3, 6, 5, dtype=torch.complex64)

@@ -1,5 +1,6 @@
 """Reductions of runs of rows whose lengths are data, beside PyTorch."""
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -8,6 +9,8 @@ from tests.support.frontend_tools import check
 INDICES = torch.tensor([1, 2, 4, 5, 4, 3, 9])
 
 
+# Always: segments of rows, and places of the greatest rows of bags.
+@pytest.mark.nightly
 def test_bags_of_rows_without_their_padding():
     def function(weight, indices, offsets, ends, shares, rows):
         results = []

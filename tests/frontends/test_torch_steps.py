@@ -179,6 +179,8 @@ def test_a_scan_of_steps_that_end_by_data_ends_by_data():
     assert [loop.attrs[STEPS_ATTR] for loop in loops(mod)] == [DATA]
 
 
+# Always: a scan is one loop however long it is.
+@pytest.mark.nightly
 @pytest.mark.long
 def test_loops_are_compiled_and_checked_in_the_same_time_whatever_their_length(monkeypatch):
     monkeypatch.setattr(source, "SPECIAL_S", 1e9)  # with NaN and infinities, too

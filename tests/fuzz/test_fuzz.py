@@ -217,6 +217,8 @@ def test_programs_are_reduced_in_a_process():
     assert [s.code for s in small.statements] == ["{out} = torch.softmax({0}, 0)"]
 
 
+# Always: a program is judged here, and one reduced in a process.
+@pytest.mark.nightly
 def test_the_command_writes_counts_and_seeds(tmp_path, capsys):
     out = tmp_path / "found"
     options = ["--minutes", "0.001", "--statements", "5", "--seed", "0", "--out", str(out)]

@@ -34,6 +34,8 @@ def _digest_with(seed: int) -> str:
     return run.stdout.strip()
 
 
+# Always: digests that other processes made, with other seeds (`benchmarks/test_golden`).
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_torch")
 @pytest.mark.parametrize("processes", [2, pytest.param(20, marks=pytest.mark.nightly)])
 def test_processes_with_different_hash_seeds_make_the_same_plan(processes):

@@ -77,6 +77,8 @@ def test_the_work_grows_about_linearly_with_the_graph(few, many):
     assert each[1] < 1.5 * each[0]
 
 
+# Always: layers that repeat (`test_plan_repeats`).
+@pytest.mark.nightly
 def test_a_model_of_many_layers_takes_hardly_more_than_one_of_a_few(work):
     few, many = (graph_of(transformer(layers), H200) for layers in (8, 32))
     assert len(many.ops) > 3.5 * len(few.ops)

@@ -82,6 +82,8 @@ def test_what_is_no_pair_of_columns_is_refused(emit):
     assert refusal.code is RefusalCode.SPACE_MISMATCH
 
 
+# Always: products with embeddings.
+@pytest.mark.nightly
 def test_a_decoder_block_pairs_its_columns_where_that_is_predicted_to_be_faster():
     """4096 rows of three products of 2048 columns: 159.0 us as one launch on an H200, 136.2 and
     20.1 us as two (2026-11-22), so that the start of the second launch decides.

@@ -34,14 +34,15 @@ SETTINGS = load_settings(
 )
 
 
-OPTIONS = {"settings": SETTINGS, "policy": "aggressive"}
-
-
 # A new process takes seconds to import TVM: the sessions of all tests build and measure in the same
 # ones, and what a session ends or loses is started again.
 BUILDERS = make_builders(SETTINGS)
-MEASURER = LocalMeter().worker
+METER = LocalMeter()
+MEASURER = METER.worker
 STARTED = [*BUILDERS, MEASURER]
+
+ALONE = {"settings": SETTINGS, "policy": "aggressive"}  # in processes of its own
+OPTIONS = {**ALONE, "builders": BUILDERS, "meters": [METER]}
 
 
 @contextmanager

@@ -184,6 +184,8 @@ def free_port():
 PARTS = [10, 11, 1]  # cut behind each product that is summed up
 
 
+# Always: what one of several processes has, in this one, and collectives (`test_collectives`).
+@pytest.mark.nightly
 @pytest.mark.long
 @pytest.mark.one_in(7)
 @pytest.mark.parametrize(

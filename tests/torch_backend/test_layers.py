@@ -60,6 +60,8 @@ def test_encoders_in_evaluation_mode_are_compiled_whole(norm_first, activation, 
     assert len(modules) == 1
 
 
+# Always: encoders, above, and masks of trained ones (`frontends/test_torch_modules`).
+@pytest.mark.nightly
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 def test_masks_of_encoders_hide_what_they_hide_in_eager_mode(masks):
@@ -184,6 +186,8 @@ def test_results_of_flex_attention_lie_as_the_queries_do():
     assert run(x)[0].stride() == function(x)[0].stride()
 
 
+# Always: attention of a symbolic width, below, and of symbolic lengths (`kernels/attention`).
+@pytest.mark.nightly
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("score", [None, "alibi"])
 def test_flex_attention_of_symbolic_lengths_is_compiled(score):

@@ -83,6 +83,8 @@ def test_a_scan_is_compiled_with_what_stands_around_it(steps, modules):
     assert len(modules) == 1
 
 
+# Always: a scan with others around it, below; symbolic sizes (`frontends/test_torch_steps`).
+@pytest.mark.nightly
 @pytest.mark.long
 def test_a_scan_is_checked_and_follows_its_sizes(modules):
     model = Recurrent().eval()

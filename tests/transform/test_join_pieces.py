@@ -316,6 +316,8 @@ def test_many_tensors_are_concatenated(axis):
     np.testing.assert_array_equal(compiled(*given), np.concatenate(given, axis))
 
 
+# Always: many tensors, long chains and pieces of one tensor, each by themselves.
+@pytest.mark.nightly
 def test_many_pieces_of_several_kinds_are_right():
     pieces = "torch.cat([t.tanh() if t.shape[0] % 2 else t.exp() for t in {0}.split([1, 2] * 20)])"
     inputs = (Input("x0", "torch.randn((60, 3))"),)

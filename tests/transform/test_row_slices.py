@@ -80,6 +80,8 @@ def test_leaves_alone(name):
     assert RowSlices()(mod).same_as(mod)
 
 
+# Always: the rows of each expert are a slice.
+@pytest.mark.nightly
 def test_experts_of_packed_tokens_read_them_in_place():
     mod = experts(MANY_TOKENS, 2048, 1024)
     planned = Planned.of(mod, H200.to_target(), H200, load_policy())

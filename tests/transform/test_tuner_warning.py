@@ -46,6 +46,8 @@ def _spaces(mod: tvm.IRModule, target: tvm.target.Target = TARGET) -> int:
     return found
 
 
+# Always: a tuner that meets nothing else warns.
+@pytest.mark.nightly
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("target", [TARGET, tvm.target.Target(CUDA)], ids=["llvm", "cuda"])
 def test_a_tuner_that_meets_written_kernels_warns_once(target):

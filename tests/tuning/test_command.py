@@ -16,12 +16,13 @@ from tvm_fusion.tuning.command import table, to_json
 from tvm_fusion.tuning.database import check
 from tvm_fusion.tuning.database.trial import Trial
 from tvm_fusion.tuning.session import contested
+from tvm_fusion.tuning.session import tune as tune_module
 from tvm_fusion.tuning.session.result import TunedTask, TuneResult, failures_of
 from tvm_fusion.tuning.session.settings import load_settings
 from tvm_fusion.tuning.session.tune import held_interrupts
 
 from ..support import graphs
-from ..support.tune_sessions import SETTINGS, chain_module, make_session
+from ..support.tune_sessions import BUILDERS, METER, SETTINGS, chain_module, make_session
 
 KEPT = Path("tuned")
 
@@ -101,14 +102,22 @@ def test_a_model_without_kernels_is_refused(tmp_path):
 # ---- what is said
 
 
+def share_processes(monkeypatch):
+    """Sessions build and measure in the processes of all tests."""
+    monkeypatch.setattr(tune_module, "make_builders", lambda settings: BUILDERS)
+    monkeypatch.setattr(tune_module, "LocalMeter", lambda: METER)
+    monkeypatch.setattr(tune_module, "stop_all", lambda workers: None)
+
+
 @pytest.mark.long
-def test_a_session_says_why_it_ends(model, tmp_path, capsys):
+def test_a_session_says_why_it_ends(model, tmp_path, capsys, monkeypatch):
     file = tmp_path / "quick.toml"
     file.write_text('spaces = ["class"]\n[builders]\nvalue = 1\nunit = "count"\nsource = "test"\n')
     options = ["--settings", str(file), "--policy", "unknown_ratio=1.0,coverage=0.0"]
     assert tune(model, tmp_path / "d", *options, "--trials", "1") == 0
     assert "this session: 1 trials in" in (said := capsys.readouterr().out)
     assert "all trials are made" in said
+    share_processes(monkeypatch)  # the first session had its own
     assert tune(model, tmp_path / "d", *options, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ended"] in (

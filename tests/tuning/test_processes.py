@@ -251,6 +251,8 @@ def test_what_a_killed_session_started_ends(tmp_path):
         time.sleep(0.05)
 
 
+# Always: what a killed session started ends.
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_torch")
 def test_a_worker_whose_parent_ended_before_it_began_ends():
     command = [

@@ -24,7 +24,15 @@ from tvm_fusion.tuning.session.choices import DEFAULT, Choice
 
 from ..support.graphs import module
 from ..support.tune_functions import fused, softmax
-from ..support.tune_sessions import OPTIONS, SETTINGS, chain_module, make_session
+from ..support.tune_sessions import (
+    ALONE,
+    BUILDERS,
+    METER,
+    OPTIONS,
+    SETTINGS,
+    chain_module,
+    make_session,
+)
 
 EVOLVED = replace(SETTINGS, spaces=("class", "stock"), final_repeats=5)
 
@@ -320,9 +328,9 @@ def test_failures_of_another_runner_are_not_kept(tmp_path, said):
     records = ms.database.MemoryDatabase()
     theirs = {"runner": FailingRunner(said), "records": records}
     registry.family("tested").ways = ("plain", "fast", "wrong")
-    result = tvm_fusion.tune(chain_module(), "llvm", database=tmp_path, **OPTIONS, **theirs)
+    result = tvm_fusion.tune(chain_module(), "llvm", database=tmp_path, **ALONE, **theirs)
     assert (result.trials, result.failures.count, len(records)) == (3, 2, 1)
-    again = tvm_fusion.tune(chain_module(), "llvm", database=tmp_path, **OPTIONS)
+    again = tvm_fusion.tune(chain_module(), "llvm", database=tmp_path, **ALONE)
     assert (again.trials, again.failures.count) == (3, 1)  # the wrong one
 
 
@@ -353,7 +361,8 @@ def test_tasks_of_one_schedule_space_are_told_apart(tmp_path):
                 out = builder.emit_output(op.matmul(x, other))
             builder.emit_func_output(out)
     settings = replace(EVOLVED, trials=10, repeats=3)
-    result = tvm_fusion.tune(builder.get(), "llvm", database=tmp_path, settings=settings)
+    how = {"builders": BUILDERS, "meters": [METER]}
+    result = tvm_fusion.tune(builder.get(), "llvm", database=tmp_path, settings=settings, **how)
     assert len(result.tasks) == 2
     assert sum(task.trials for task in result.tasks) == result.trials == 10
     (folder,) = check(tmp_path).folders

@@ -63,6 +63,8 @@ def test_sixty_live_values_are_split_rather_than_spilled(planned):
     assert chosen.plan.predicted_us < 0.8 * one_us
 
 
+# Always: the plan, above, and the code of chains beside what ptxas makes.
+@pytest.mark.nightly
 @needs_nvcc
 def test_ptxas_spills_the_one_kernel_and_next_to_nothing_of_the_chosen_plan(planned):
     chosen = planned("register_pressure")

@@ -87,6 +87,8 @@ def test_the_list_holds_the_planners_plan_its_neighbours_and_random_ones(seed):
     assert best <= space.predicted_us(planned) + 1e-9
 
 
+# Always: the list holds the planner's plan, and a key gives the same.
+@pytest.mark.nightly
 def test_a_capped_list_is_the_same_each_time_and_keeps_what_has_to_be_in_it():
     space = random_space("random:3:8")
     planned = space.of_plan(search(space.graph, space.hw, space.policy))

@@ -122,6 +122,8 @@ def test_no_batch_begins_after_the_time_limit(tmp_path):
     assert metaschedule.tuned_functions(mod, target, tuning) == (0, 1)
 
 
+# Always: sessions of this package that are late (`tuning/test_command`).
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_torch")
 @pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_session_that_is_late_keeps_what_was_measured_last(tmp_path, monkeypatch, at_once):

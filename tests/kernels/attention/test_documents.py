@@ -39,6 +39,8 @@ def test_tiles_of_keys_of_other_documents_are_left_out(is_causal):
     assert np.abs(arrays["o"][own] - expected[own]).max() <= 1e-3 * np.abs(expected).max()
 
 
+# Always: documents beside bounds and other conditions, below.
+@pytest.mark.nightly
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_ranges_of_documents_in_any_order_hold_all_that_match(dtype):

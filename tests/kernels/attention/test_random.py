@@ -105,6 +105,8 @@ SPILLED = {26: 48}
 """Bytes a thread: document ids with symbolic lengths leave a few registers too little."""
 
 
+# Always: registers of the first choices (`test_mma`, `test_decode_config`).
+@pytest.mark.nightly
 @pytest.mark.one_in(10)
 @pytest.mark.parametrize("seed", COMPILED)
 def test_kernels_of_full_size_do_not_spill(seed):

@@ -195,6 +195,8 @@ def exported(model: type[nn.Module], dtype: torch.dtype):
     return net, program
 
 
+# Always: each form, above, and a network on a CPU, below.
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", rarely((Residual, Mobile), (Mobile,)))
 def test_a_network_has_all_convolutions_in_kernels_that_take_any_number_of_images(model):
     net, program = exported(model, torch.float16)

@@ -104,6 +104,8 @@ def test_a_kernel_with_rims_sums_positions_too():
     assert RimConfig in found
 
 
+# Always: random convolutions, and positions in every form.
+@pytest.mark.nightly
 def test_computed_boxes_sum_positions_too():
     case = next(case for case in CASES if case.conv.prologue)
     func = case.func()

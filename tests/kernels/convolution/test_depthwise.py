@@ -186,6 +186,8 @@ DILATED_IN_PHASES = {
 }
 
 
+# Always: the first configurations, random convolutions, and those of networks.
+@pytest.mark.nightly
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", DILATED_IN_PHASES)
 def test_every_configuration_of_rows_in_phases_compiles(name):

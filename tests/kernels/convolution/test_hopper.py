@@ -103,6 +103,8 @@ def test_kinds_are_close_to_float64(case):
     assert check(case, sample=4) > 1
 
 
+# Always: kinds of convolutions, above, and random ones.
+@pytest.mark.nightly
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "case",

@@ -165,6 +165,8 @@ EPILOGUED = [replace(STEM, epilogue=e, filters=40) for e in EPILOGUES]
 TILE = RunsConfig(64, 32, 32, 16, 8)
 
 
+# Always: random convolutions, below, and runs of any size (`test_any_size`).
+@pytest.mark.nightly
 def test_kinds_of_runs_and_epilogues_behind_ragged_tiles():
     """In copies of so many elements, with so many terms in front, shifted within words or not."""
     cases = [Case(conv, TILE) for conv in EPILOGUED]

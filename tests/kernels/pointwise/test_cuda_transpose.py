@@ -577,16 +577,29 @@ def _ptx(kernel):
     return run.stdout
 
 
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int8"])
+def test_all_configurations_become_cubins_without_spills(dtype):
+    program = analyze(case_of((1, 0), (8192, 8192), dtype).func())
+    assert_no_spills(
+        {
+            f"{dtype}_{number}": emit_transpose(program, H200, config)
+            for number, config in enumerate(transpose_configs(program, H200))
+        }
+    )
+
+
+# Always: all configurations of one type, above.
+@pytest.mark.nightly
 def test_kernels_become_cubins_without_spills():
     kernels = {c.name: emit_transpose(analyze(c.func()), H200) for c in [*SIZES, *OTHERS]}
-    for dtype in ("float16", "bfloat16", "float32", "int8"):
-        case = case_of((1, 0), (8192, 8192), dtype)
-        program = analyze(case.func())
-        for number, config in enumerate(transpose_configs(program, H200)):
-            kernels[f"{dtype}_{number}"] = emit_transpose(program, H200, config)
     huge = analyze(case_of((1, 0), (70000, 40000)).func())
     assert huge.index_dtype == "int64"
     kernels["huge"] = emit_transpose(huge, H200)
+    assert_no_spills(kernels)
+
+
+def assert_no_spills(kernels):
     found = compile_cubins(kernels)
     assert len(found) == len(kernels)
     assert all(r.spill_bytes == 0 for r in found)

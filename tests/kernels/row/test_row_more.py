@@ -532,6 +532,8 @@ LARGE = [
 ]
 
 
+# Always: kernels of rows of other lengths (`test_row`).
+@pytest.mark.nightly
 def test_all_large_kernels_become_cubins_without_spills():
     kernels = {}
     for case in LARGE:

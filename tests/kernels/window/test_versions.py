@@ -250,7 +250,11 @@ def test_what_may_be_more_than_there_is_is_refused():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("arch", "hw", "name"), [("sm_80", A100, "channels last"), ("sm_90a", H200, "square")]
+    ("arch", "hw", "name"),
+    [
+        pytest.param("sm_80", A100, "channels last", marks=pytest.mark.nightly),
+        ("sm_90a", H200, "square"),
+    ],
 )
 def test_all_ranges_compile_without_spills(arch, hw, name):
     emit, _, shape = POOLS[name]
