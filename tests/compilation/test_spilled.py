@@ -7,7 +7,7 @@ import pytest
 from tvm.relax import op
 
 from tests.support.graphs import module
-from tvm_fusion.compilation import spilled
+from tvm_fusion.compilation import several_functions, spilled
 from tvm_fusion.compilation.one_function import Wishes, compile_function
 from tvm_fusion.compilation.spilled import with_less_spilled
 from tvm_fusion.config import load_policy, resolve_target
@@ -103,3 +103,24 @@ def test_compile_asks_for_it(planned, monkeypatch):
     )
     compile_function(planned, Wishes())
     assert len(seen) == 1
+
+
+def test_functions_that_spill_are_built_together_again(planned, ptxas, monkeypatch):
+    asked, builds = ptxas(4096), []
+    spilling, build_together = spilled._spilling, several_functions.build_together
+
+    def recorded(functions):
+        builds.append(build_together(functions))
+        return builds[-1]
+
+    monkeypatch.setattr(spilled, "_spilling", lambda made: spilling(spills(made, 4096)))
+    monkeypatch.setattr(several_functions, "build_together", recorded)
+    mod = module(lambda bb, x: op.nn.softmax(x), ((1024, 2048), "float16"))
+    other = Planned.of(mod, planned.target, planned.hw, planned.policy)
+    compiled = several_functions.compile_functions({"first": planned, "second": other}, Wishes())
+    before, after = (built.functions["first"].built.cuda_sources for built in builds)
+    assert before != after
+    assert len(asked) > 2
+    (first,), (second,) = (compiled[name].report.groups for name in ("first", "second"))
+    assert first.tuned["instead_of_spill_bytes"] == 4096
+    assert not second.tuned

@@ -30,6 +30,7 @@ from ..transform.functions.entries import Names, joined
 from ..transform.functions.unique_names import FreshNames
 from .observed import observe_plan
 from .one_function import Finished, Wishes, compile_function, finished, refuse_wrong, settled, tell
+from .spilled import planned_with_less_spilled
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ def compile_functions(
             observe_plan(each[name].planned)
     with stage("building the kernels"):
         built = build_together({name: one.planned for name, one in each.items()})
+        built = _with_less_spilled(built)
     found = {name: finished(made, each[name]) for name, made in built.functions.items()}
     if any(found[name].made.built is not made.built for name, made in built.functions.items()):
         built, found = _finished_again(found)
@@ -68,6 +70,15 @@ def compile_functions(
         tell(compiled[name], one, partial(_as_built, names=built.names[name]))
     compiled.report = _of_each
     return compiled
+
+
+def _with_less_spilled(built: BuiltTogether) -> BuiltTogether:
+    """The same, with other configurations for kernels that spill; see `spilled`."""
+    functions = built.functions.items()
+    planned = {name: planned_with_less_spilled(made) for name, made in functions}
+    if all(planned[name] is made.planned for name, made in functions):
+        return built
+    return build_together(planned)
 
 
 def _of_each(compiled: CompiledFunctions) -> FunctionReports:

@@ -8,8 +8,8 @@ from local memory:
 
 Where others of another number of threads, which is what limits registers, are predicted to take
 less than that, at most two of them are compiled, and the one that takes least with its own spills
-is built instead, if that is worth it. A module without spills stays as it was
-built. Instructions within loops are counted once.
+is built instead, if that is worth it; the functions of a module are built together once more. What
+does not spill stays as it was built. Instructions within loops are counted once.
 
 Does not handle (left alone): symbolic launches, kernels with versions by range, classes that rank
 no configurations, kernels that tuning chose, other plans.
@@ -57,6 +57,12 @@ class Judged:
 
 def with_less_spilled(made: BuiltPlan) -> BuiltPlan:
     """The build with other configurations where one that spills is predicted to take longer."""
+    planned = planned_with_less_spilled(made)
+    return made if planned is made.planned else planned.build()
+
+
+def planned_with_less_spilled(made: BuiltPlan) -> Planned:
+    """The plan with these configurations; itself where there are none."""
     planned, chosen = made.planned, Instead(made.planned.tuned)
     for func, class_name in _spilling(made):
         first, *others = _judged(func, class_name, planned) or [None]
@@ -64,9 +70,9 @@ def with_less_spilled(made: BuiltPlan) -> BuiltPlan:
         if best is not None and best.us < WORTH * first.us:
             chosen.take(func, class_name, planned.policy, first, best)
     if not chosen.taken:
-        return made
+        return planned
     logger.info("%d kernels spill and are built in other configurations", len(chosen.taken))
-    return replace(planned, tuned=chosen).build()
+    return replace(planned, tuned=chosen)
 
 
 def _spilling(made: BuiltPlan) -> Iterator[tuple[tirx.PrimFunc, str]]:
