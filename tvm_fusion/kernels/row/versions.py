@@ -1,6 +1,7 @@
 """Row kernels for ranges of a size that is known at the call.
 
-    if n <= 32:                   a row of 8 threads, element by element
+    if n <= 1:                    a row a thread
+    elif n <= 32:                 a row of 8 threads, element by element
     elif n % 8 == 0 and n <= 128: eight rows of 16 threads a block, each in registers
     elif n % 8 == 0 and n <= 2048:  a row of 128 threads, in registers
     elif n <= 1024: ...           the same for rows that start anywhere in memory
@@ -125,13 +126,13 @@ def _of_lengths(
         found = _fewest(_priced(aligned, lengths, hw), MOST)
         kernels = _kernels(aligned, lengths, found, hw, lengths.bounds.least)
         return [replace(branch, sizes=multiple.sizes) for branch in kernels]
-    branches, least = _short(program, lengths, hw), lengths.bounds.least
+    branches, least = list(_short(program, lengths, hw)), lengths.bounds.least
     if branches:
         least = max(least, SHORT + 1)
         lengths = lengths._replace(bounds=replace(lengths.bounds, least=least))
-        if branches[0].condition is None:
+        if branches[-1].condition is None:
             return branches
-    left = MOST - len(branches) - (0 if lengths.are_held else 1)
+    left = MOST - bool(branches) - (0 if lengths.are_held else 1)
     of_all, of_some = _priced(program, lengths, hw), _priced(aligned, lengths, hw)
     if not (of_all and of_some):
         return []
@@ -146,24 +147,34 @@ def _of_lengths(
     return [*branches, *_kernels(program, lengths, every, hw, least)]
 
 
-def _short(program: Program, lengths: _Lengths, hw: HardwareProfile) -> list[Branch]:
-    """The kernel for the shortest rows, element by element; none where no row is so short."""
+def _short(program: Program, lengths: _Lengths, hw: HardwareProfile) -> Iterator[Branch]:
+    """The kernels for rows of one column and for the shortest of several, element by element; none
+    where no row is so short.
+    """
     bounds = lengths.bounds
     if bounds.least > SHORT or bounds.hints:
-        return []
-    work = replace(row_work(program, [1], hw.special_slots), rows=lengths.rows)
-    configs = [
-        RowConfig(threads=threads, rows=block // threads, width=1, most=SHORT)
-        for threads in (4, 8, 16, 32)
-        for block in (64, 128, 256)
-    ]
-    there = [replace(work, columns=columns) for columns in (1, 8, SHORT)]
-    config = min(
-        configs, key=lambda c: sum(math.log(estimate_rows(w, c, hw).time_us) for w in there)
-    )
-    kernel = emit_row(program, replace(config, least=bounds.least), hw)
-    every = bounds.most is not None and bounds.most <= SHORT
-    return [Branch(kernel, None if every else _upto(lengths.columns, SHORT), SHORT)]
+        return
+    one = row_work(program, [1], hw.special_slots)
+    least = bounds.least
+    for most, threads, asked in (
+        (1, (1,), (1,)),
+        (SHORT, (4, 8, 16, 32), (1, 8, SHORT)),
+    ):
+        if max(least, bounds.multiple) > most:
+            continue
+        there = [replace(one, rows=lengths.rows, columns=columns) for columns in asked]
+        configs = [
+            RowConfig(threads=t, rows=block // t, width=1, most=most)
+            for t in threads
+            for block in (64, 128, 256)
+        ]
+        config = min(
+            configs, key=lambda c: sum(math.log(estimate_rows(w, c, hw).time_us) for w in there)
+        )
+        kernel = emit_row(program, replace(config, least=least), hw)
+        every = bounds.most is not None and bounds.most <= most
+        yield Branch(kernel, None if every else _upto(lengths.columns, most), most)
+        least = most + 1
 
 
 class _Priced(NamedTuple):
