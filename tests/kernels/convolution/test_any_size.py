@@ -2,6 +2,7 @@
 against float64; whole networks, whose sizes are parts of those of their inputs.
 """
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -110,6 +111,36 @@ def test_each_range_of_a_size_is_right_at_its_edges(conv, monkeypatch):
         inputs, outputs = own.arrays(), own.poisoned()
         assert run_hopper_on_cpu(lowered, [*inputs, *outputs]) == 1
         close(own, outputs, inputs)
+
+
+DEEP = Conv((40,), (7,), 16, 16, groups=16, padding=(3, 3), epilogue="residual", dtype="float16")
+IMAGES = Conv((6, 40), (3, 3), 16, 16, groups=16, padding=(1,) * 4, dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("conv", "ranges"),
+    [
+        (replace(DEEP, any_size=True), ("8", "of8_upto_64", "of8_beyond", "64")),
+        (replace(IMAGES, any_batch=True), None),
+        (last((40,), (7,), 16, 16, batch=2, groups=16, any_size=True), ("8",)),
+    ],
+    ids=["lines", "images", "channels last"],
+)
+def test_the_direct_form_is_right_at_the_edges_of_its_ranges(conv, ranges, monkeypatch):
+    monkeypatch.setattr(forms, "LENGTHS", (8, 64, 20_000))
+    monkeypatch.setattr(forms, "SIZES", (3, 2048) if conv.any_batch else (8, 20_000))
+    kernel = write_kernel(conv.func().with_attr(OUTPUTS_ATTR, 1), "convolution", H200, POLICY)
+    if ranges is not None:
+        assert (*map(str, kernel.attrs[VERSIONS_ATTR]),) == ranges
+    lowered = lower(kernel)
+    for size in (1, 3, 4) if conv.any_batch else (1, 7, 8, 9, 16, 33, 63, 64, 65, 72, 120):
+        own = replace(conv, batch=size) if conv.any_batch else replace(conv, sizes=(size,))
+        inputs, outputs = own.arrays(), own.poisoned()
+        assert run_cuda_on_cpu(lowered, [*inputs, *outputs]) == 1
+        close(own, outputs, inputs)
+    for one in lowered.versions:
+        if "of8_beyond" in one.kernel:
+            assert re.search(r"tvmf_store(8|16)_wb\(", one.source)
 
 
 def test_kernels_are_ranked_for_images_of_several_sizes_none_of_which_divides_much():

@@ -15,6 +15,7 @@ from ...errors import Unsupported
 from ..base import OnCPU, unranked, write_on_cpu
 from ..cpu.machine import machine_of
 from ..forms import Form, Ranked, Writer
+from ..gemm.epilogue import operations_of
 from ..gemm.hopper.config import HopperConfig
 from ..gemm.mma.kernel import emit_gemm_mma
 from ..gemm.mma.plan import MmaConfig
@@ -22,11 +23,24 @@ from ..gemm.mma.rank import mma_ranked
 from ..gemm.runs.shape import RunsConfig
 from ..gemm.simt.config import SimtConfig
 from ..gemm.simt.kernel import emit_gemm_simt, simt_ranked
-from ..versions import Branch, fewest_of, joined, known_size, read_at, tables_by_size
+from ..gpu.memory import WIDEST
+from ..program.expr import conjunction
+from ..versions import (
+    Branch,
+    Multiple,
+    Size,
+    fewest_of,
+    joined,
+    known_size,
+    read_at,
+    tables_by_size,
+)
 from .cpu.kernel import write_convolution
 from .depthwise.config import DepthwiseConfig
 from .depthwise.kernel import emit_depthwise
-from .depthwise.rank import depthwise_ranked
+from .depthwise.problem import direct_problem
+from .depthwise.rank import depthwise_ranked, moved_bytes
+from .depthwise.rank import ranked as direct_ranked
 from .geometry import Convolution, read_convolution
 from .hopper import (
     RimConfig,
@@ -40,7 +54,7 @@ from .hopper import (
 )
 from .products import as_products
 from .runs import emit_convolution_runs, runs_ranked
-from .typical import several
+from .typical import several, with_sizes
 
 
 def _read_on_cpu(func: tirx.PrimFunc, exact: bool) -> tuple[OnCPU, Convolution | None]:
@@ -68,7 +82,10 @@ def _emit_on_cpu(
 
 SIZES = (8, 32, 128, 1024)
 """Of images, their sides, or lengths."""
-MOST = 3  # versions
+LENGTHS = (16, 64, 256, 1024, 8192)
+"""Of lines that the direct form slides along."""
+MOST, OF_MULTIPLES = 3, 2
+"""Versions, and those of lines that vectors divide."""
 
 
 def _whole(form: Form) -> Form:
@@ -139,11 +156,14 @@ def write_versions(
         return None
     try:
         problem = writer.read(func, policy.rounding == "exact")
+        if isinstance(writer.ranked(problem, hw, policy)[0][1], DepthwiseConfig):
+            branches = _of_direct(writer, func, size, problem, hw, policy)
+            return joined(branches, func) if branches else None
         ends = read_at(SIZES, size.bounds)
         tables = tables_by_size(writer, func, size, problem, ends, hw, policy)
         found = fewest_of(list(tables.values()), list(tables), MOST)
         if any(isinstance(v.config, DepthwiseConfig) for v in found):
-            return None  # of ends that a call tells the model says too little
+            return None  # the one kernel is another's, which the direct form beats at few sizes
         branches = [
             Branch(writer.emit(problem, hw, policy, v.config), size.upto(v.most), v.most)
             for v in found
@@ -151,6 +171,51 @@ def write_versions(
     except Unsupported:
         return None  # the one kernel is chosen among those that can be written
     return joined(branches, func) if branches else None
+
+
+def _of_direct(
+    writer: Writer,
+    func: tirx.PrimFunc,
+    size: Size,
+    problem: Convolution,
+    hw: HardwareProfile,
+    policy: Policy,
+) -> list[Branch]:
+    """Kernels of the direct form for ranges of a size: the shortest lines, those that vectors
+    divide, and all others.
+    """
+    direct, branches = direct_problem(problem), []
+    lines = not direct.numbers.along_channels and direct.numbers.windows[-1].is_open
+    ends, multiple = read_at(LENGTHS if lines else SIZES, size.bounds), None
+    if lines and direct.load is not None:
+        widest = WIDEST // direct.numbers.bytes
+        divided = Multiple.dividing(func, direct.load.source.ty.shape[-1], widest)
+        if divided is not None and direct.numbers.width < widest:
+            multiple = divided
+    every = fewest_of([_direct_table(problem, n, hw) for n in ends], ends, MOST)
+    for version in every:
+        kernel = writer.emit(problem, hw, policy, version.config)
+        branches.append(Branch(kernel, size.upto(version.most), version.most))
+    if multiple is None or not branches:
+        return branches
+    aligned = writer.read(multiple.func, policy.rounding == "exact")
+    short = branches[:-1][:1]  # the shortest lines, also those that vectors divide
+    ends = [n for n in ends if not short or n > short[0].name]
+    tables = [_direct_table(aligned, n // multiple.of, hw) for n in ends]
+    apart = []
+    for version in fewest_of(tables, ends, OF_MULTIPLES):
+        kernel = writer.emit(aligned, hw, policy, version.config)
+        end = "beyond" if version.most is None else f"upto_{version.most}"
+        divides = conjunction(multiple.divides, size.upto(version.most))
+        apart.append(Branch(kernel, divides, f"of{multiple.of}_{end}", multiple.sizes))
+    return [*short, *apart, *branches[len(short) :]]
+
+
+def _direct_table(problem: Convolution, size: int, hw: HardwareProfile) -> Ranked:
+    """What the direct form takes for a convolution of one symbolic size at about a value of it."""
+    known = with_sizes(problem, images=size, positions=size)
+    operations = float(operations_of(problem.segment).total())
+    return direct_ranked(direct_problem(problem, known).numbers, hw, moved_bytes(known), operations)
 
 
 CUDA_WRITER = Writer(

@@ -49,7 +49,10 @@ class Epilogue:
             "other": problem.window_axes(others),
         }
         self.accumulator = problem.convolution.product.accumulator
-        self.bindings, self.outputs, loads = take_loads(frame.contraction, segment, self.groups)
+        is_symbolic = problem.convolution.is_symbolic
+        self.bindings, self.outputs, loads = take_loads(
+            frame.contraction, segment, self.groups, is_symbolic
+        )
         self.half = all(bytes_of(output.dtype) == 2 for output in self.outputs)
         self.group = group
         self.fixed = {x: None for x in loads if x.groups <= {"filter"}}
@@ -59,7 +62,7 @@ class Epilogue:
                 self.runs[load] = self._run(load.access, load.dtype)
         for output in self.outputs:
             shape = frame.contraction.params[output.param].shape
-            access = affine_access(output.indices, shape, self.groups)
+            access = affine_access(output.indices, shape, self.groups, is_symbolic)
             self.runs[output] = self._run(access, output.dtype)
         self.ahead: dict[EpilogueLoad, Elements] = {}
 
