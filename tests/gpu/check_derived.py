@@ -4,19 +4,22 @@
     python tests/gpu/check_derived.py time FILE OUT.json [--workers N] [--repeats N]
 
 `differ` needs no GPU: the cases of `tests.benchmarks.golden` are planned by the derived profile,
-and their kernels and calls compared with the digests that are kept of the measured one; FILE says
-of each case what differs, and is gone on with where it is there. `time` compiles the workloads of
-suites that differ by both profiles on the GPU present, and times them in turns, each checked
-against float64, its outputs NaN before. Where kernels and calls are the same, so are times.
+and their kernels and calls compared with the digests that are kept of the measured one, and the
+plans of the random graphs of `results/plan_quality.json` by both; FILE says of each what differs,
+and is gone on with where it is there. `time` compiles the workloads of suites and the graphs that
+differ by both profiles on the GPU present, and times them in turns, each checked against float64,
+outputs of workloads NaN before. Where kernels and calls are the same, so are times.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -27,10 +30,19 @@ import torch
 
 from tests.benchmarks import golden
 from tests.benchmarks.golden_cases import cases, kind_of
+from tests.benchmarks.plans.collect import _enter, _prepare
+from tests.benchmarks.plans.graph_launches import Choice, opened, queued_policy
+from tests.benchmarks.plans.launch_check import check_launches
+from tests.benchmarks.plans.measured_graph import open_runner
+from tests.benchmarks.plans.quality import NEAR
 from tests.gpu.check_portable import prepared, setups_of, timed
 from tvm_fusion.config import profile_text
 from tvm_fusion.config.cards import Card
 from tvm_fusion.config.files import profile_of_card
+from tvm_fusion.plan.decide.decide import decide
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+ROUNDS, SAMPLES = 4, 10  # of each plan of a graph, in turns
 
 # As the data sheets say.
 CARDS = {
@@ -69,6 +81,29 @@ def differing(device: str, only: str, kept: dict[str, str], jobs: int, file: Pat
             file.write_text(json.dumps({"device": device, "cases": kept}, indent=1) + "\n")
 
 
+def differing_graphs(device: str, only: str, kept: dict[str, str], file: Path) -> None:
+    """The same of the plans of random graphs, for launches that queue up, as they are measured."""
+    keys = [row["graph"] for row in quality_rows() if fnmatch(row["graph"], only)]
+    with tempfile.TemporaryDirectory() as folder:
+        for key in keys:
+            if key not in kept:
+                plans = [plan_of(key, t) for t in (device, written_profile(device, Path(folder)))]
+                kept[key] = "plan" if plans[0] != plans[1] else ""
+                print(f"{key}: {kept[key] or 'the same'}", flush=True)
+    file.write_text(json.dumps({"device": device, "cases": kept}, indent=1) + "\n")
+
+
+def quality_rows() -> list[dict[str, Any]]:
+    """The graphs whose plans were all measured, and how near to the best the chosen ones are."""
+    return json.loads((RESULTS / "plan_quality.json").read_text())["rows"]
+
+
+def plan_of(key: str, target: str) -> list[tuple]:
+    """The groups of a graph's plan."""
+    _, graph, hw, _ = opened(key, target)
+    return [(g.kernel_class, tuple(g.ops)) for g in decide(graph, hw, queued_policy()).groups]
+
+
 def compared(found: Mapping[str, Any]) -> dict[str, Any]:
     """What is compared: a plan has predicted times, too."""
     return {part: digests for part, digests in found.items() if part != "plan"}
@@ -95,6 +130,47 @@ def time_differing(device: str, kept: Mapping[str, str], workers: int, repeats: 
     return found
 
 
+def time_graphs(device: str, kept: Mapping[str, str], workers: int) -> dict[str, Any]:
+    """Spans of the plans of graphs that differ, and how many of all are near the best plan."""
+    rows = {
+        row["graph"]: row["careful_over_best"] for row in quality_rows() if row["graph"] in kept
+    }
+    found: dict[str, Any] = {"graphs": len(rows), "spans_us": {}, "wrong": {}}
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(workers, spawn, _enter) as pool,
+    ):
+        targets = {"measured": device, "derived": written_profile(device, Path(folder))}
+        jobs = {}
+        for key in (key for key in rows if kept[key]):
+            for form, target in targets.items():
+                own = Path(folder, f"{key.replace(':', '_')}_{form}")
+                own.mkdir()
+                jobs[key, form] = pool.submit(_prepare, key, Choice(target, 0, 0), own)
+        for key in dict.fromkeys(key for key, _ in jobs):
+            runners, spans = {}, {form: [] for form in targets}
+            for form, target in targets.items():
+                made = jobs[key, form].result()
+                if made.error:
+                    raise RuntimeError(f"{key} {form}: {made.error}")
+                runner = open_runner(made, target)
+                if wrong := check_launches(runner, made, lambda text: None):
+                    found["wrong"][f"{key} {form}"] = [*map(str, wrong.values())]
+                runners[form] = runner, made.plans[made.careful].specs
+            for _ in range(ROUNDS):
+                for form, (runner, specs) in runners.items():
+                    spans[form] += runner.time([specs], SAMPLES)[0].spans_us
+            own = {form: statistics.median(each) for form, each in spans.items()}
+            found["spans_us"][key] = own
+            rows[key] *= own["derived"] / own["measured"]
+            print(key, own, flush=True)
+    found["over_best"] = rows
+    found["within_3_percent"] = sum(ratio <= NEAR for ratio in rows.values())
+    print(f"{found['within_3_percent']} of {len(rows)} graphs within 3 % of the best plan")
+    return found
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -113,11 +189,15 @@ def main() -> int:
     known = json.loads(args.file.read_text()) if args.file.exists() else {}
     if args.way == "differ":
         os.environ.update(golden.SETTINGS)
-        differing(args.device, args.only, known.get("cases", {}), args.jobs, args.file)
+        kept = known.get("cases", {})
+        differing_graphs(args.device, args.only, kept, args.file)
+        differing(args.device, args.only, kept, args.jobs, args.file)
         return 0
     found = time_differing(known["device"], known["cases"], args.workers, args.repeats)
     args.out.write_text(json.dumps(found, indent=1, default=str) + "\n")
-    return int(not all(row["right"] for row in found["rows"]))
+    found["random"] = time_graphs(known["device"], known["cases"], args.workers)
+    args.out.write_text(json.dumps(found, indent=1, default=str) + "\n")
+    return int(not all(row["right"] for row in found["rows"]) or bool(found["random"]["wrong"]))
 
 
 if __name__ == "__main__":

@@ -55,9 +55,11 @@ MIN_STAGES = 3
 
 # Rings of products of few rows, which memory binds: what a multiprocessor has under way has to be
 # its share of the memory's rate times the latency, 25 bytes a ns and about 1 us on an H100
-# (Little's law). Two slices of 16 x 64 are 20 KB, seven are 70. Rings of 6 and 8 took 0.97 to 1.13
-# times as long as the form of Hopper up to 64 rows, 1.65 to 1.75 times at 256 (H100, as sm_90, by
-# an earlier writing of them; tests/gpu/check_portable.py measures again).
+# (Little's law). Two slices of 16 x 64 are 20 KB, seven are 70. Of 21 tiles of products of up to
+# 64 rows the best ring of 6 or 8 is 1.05 to 1.29 times as fast as the best of up to 5 (H200 as
+# sm_90, 2026-11-28, tests/results/portable_h200.json). With them products take 0.96 to 1.13 times
+# as long as by the form of Hopper; 16 x 4096 x 14336 takes 1.9 times as long, whose terms in four
+# pieces would take 0.97, and 256 rows of 4,096 columns 2.0 times, where mma.sync is the limit.
 DEEP_STAGES = (6, 8)
 MOST_DEEP_ROWS = 256
 # Tiles for them alone: half of N = 4096 in columns of 64 leaves half of the device idle.
