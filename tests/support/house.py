@@ -14,6 +14,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -96,7 +97,7 @@ def modules_by_folder(paths: Iterable[Path]) -> Counter[str]:
 
 def roots(path: Path) -> set[str]:
     """The packages that a module imports by their full names."""
-    nodes = [node for node, _ in _statements(ast.parse(path.read_text(encoding="utf-8")))]
+    nodes = [node for node, _ in _statements(_tree(path))]
     modules = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
     modules += [n.module for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
     return {module.partition(".")[0] for module in modules}
@@ -134,9 +135,14 @@ def _name(path: Path) -> str:
     return ".".join(parts) or PACKAGE
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def _imports(name: str, path: Path, files: Iterable[str]) -> Iterator[Import]:
     folder = path.relative_to(ROOT).parent.parts
-    for node, when in _statements(ast.parse(path.read_text(encoding="utf-8"))):
+    for node, when in _statements(_tree(path)):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
         for target in _targets(node, folder, files):
