@@ -4,12 +4,14 @@ import builtins
 import math
 import sys
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import tvm
 
 from tvm_fusion.errors import TargetError
+from tvm_fusion.tuning.measure import measuring
 from tvm_fusion.tuning.search.space import USING_IPYTHON
 from tvm_fusion.tuning.search.task_search import TaskState
 from tvm_fusion.tuning.session import session as session_module
@@ -26,6 +28,19 @@ from ..support.tune_sessions import (
     several,
 )
 from ..support.tune_sticky import GoneMeter, StickyMeter
+
+
+@pytest.fixture
+def three_trials(tested):
+    """A session that made three of all trials, the same for all tests."""
+    return _three_trials()
+
+
+@cache
+def _three_trials():
+    session, kept, state = make_session(replace(SETTINGS, trials=3))
+    session.run()
+    return session, kept, state
 
 
 @pytest.mark.long
@@ -84,7 +99,8 @@ def test_a_session_in_a_notebook_needs_no_pandas(tested, monkeypatch):
     assert tvm.get_global_func(USING_IPYTHON)()
 
 
-def test_a_session_ends_where_nothing_is_left_to_measure_on(tested, tmp_path):
+def test_a_session_ends_where_nothing_is_left_to_measure_on(tested, tmp_path, monkeypatch):
+    monkeypatch.setattr(measuring, "MOST_LOST", 2)  # each is a process that starts anew
     meter = GoneMeter(MEASURER, tmp_path / "count", 100)
     session, kept, _ = make_session(choices=(DEFAULT, "plain"), meter=meter)
     with pytest.raises(TargetError, match="nothing is left to measure on: no server answers"):
@@ -92,18 +108,16 @@ def test_a_session_ends_where_nothing_is_left_to_measure_on(tested, tmp_path):
     assert kept.found == []
 
 
-def test_finalists_are_timed_beside_the_untuned_kernel(tested):
-    session, kept, state = make_session(replace(SETTINGS, trials=3))
-    session.run()
+def test_finalists_are_timed_beside_the_untuned_kernel(three_trials):
+    session, kept, state = three_trials
     assert session.trials == 3
     assert [len(t.samples_us) for t in kept.of(DEFAULT)] == [5, 11]
     assert [len(t.samples_us) for t in kept.of("fast")] == [5, 11]
     assert not state.needs_final
 
 
-def test_nothing_is_measured_twice(tested):
-    session, kept, _ = make_session(replace(SETTINGS, trials=3))
-    session.run()
+def test_nothing_is_measured_twice(three_trials):
+    _, kept, _ = three_trials
     again, more, _ = make_session(replace(SETTINGS, trials=2), kept.found)
     again.run()
     before = {t.text for t in kept.found}
@@ -181,10 +195,8 @@ def test_contested_cuts_keep_their_time():
     assert [t.text for t in kept.found] == [DEFAULT]
 
 
-@pytest.mark.usefixtures("tested")
-def test_finals_take_what_builds_and_measurements_took():
-    session, kept, state = make_session(replace(SETTINGS, trials=3))
-    session.run()
+def test_finals_take_what_builds_and_measurements_took(three_trials):
+    _, kept, state = three_trials
     shop = SimpleNamespace(builders=[0, 1], usual_s=7.0, library=lambda *_: None)
     measurements = SimpleNamespace(meters=[0], usual_s=lambda state: 3.0)
     settings = replace(SETTINGS, final_repeats=1000)
