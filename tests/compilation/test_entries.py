@@ -309,6 +309,8 @@ def test_branches_are_fused_each_by_itself():
     assert on_h200(Branches).launches == 4
 
 
+# Always: kernels that nvcc refuses (`runtime/test_build`).
+@pytest.mark.nightly
 def test_a_kernel_of_a_branch_that_nvcc_refuses_is_left_to_tvm(monkeypatch, own_cache):
     compile_now = Compiler.compile
 
@@ -524,6 +526,8 @@ print(compiled.report)
 """
 
 
+# Always: modules that fresh processes load (`runtime/test_saved_modules`).
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_torch")
 def test_all_functions_are_one_file_that_a_fresh_process_loads(several, tmp_path):
     path = several.save(tmp_path / "model.so")
