@@ -13,6 +13,7 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.flow import kernel_writers
+from tvm_fusion.flow import planned as planned_functions
 from tvm_fusion.flow.kernel_writers import Job, KernelWriters, current_writers, writers_beside
 from tvm_fusion.flow.kernels_ahead import KernelsAhead
 from tvm_fusion.flow.planned import Planned
@@ -47,6 +48,8 @@ def planned():
 
 class Noting:
     """Writers that note what they are given; `done` are answered."""
+
+    compiling = None
 
     def __init__(self, done=()):
         self.given, self.done = [], done
@@ -231,8 +234,6 @@ def test_kernels_of_the_best_plan_so_far_are_begun_before_the_last_one_is_there(
     offered = []
 
     class Offered(Noting):
-        compiling = None
-
         def begin(self, jobs, *how):
             offered.append({(job.name, job.path) for job in jobs})
 
@@ -245,3 +246,22 @@ def test_kernels_of_the_best_plan_so_far_are_begun_before_the_last_one_is_there(
             found.write(ahead)
     assert so_far
     assert offered[-1] == so_far
+
+
+def test_the_last_plan_is_applied_once_if_it_was_the_best_before(monkeypatch):
+    words, applied = relax.const(np.ones((256, 1001), "float16")), []
+    apply = planned_functions.materialize
+
+    def counted(*how):
+        applied.append(how)
+        return apply(*how)
+
+    monkeypatch.setattr(planned_functions, "materialize", counted)
+    monkeypatch.setattr(kernel_writers, "_count", lambda mod: 1)
+    monkeypatch.setattr(kernel_writers, "KernelWriters", lambda *_: Noting())
+    mod = module(lambda bb, x: op.matmul(bb.emit(op.nn.softmax(x)), words), ((64, 256), "float16"))
+    with writers_beside():
+        found = Planned.of(mod, TARGET, H200, POLICY)
+        before = len(applied)
+        written(found)
+    assert before == len(applied) > 0

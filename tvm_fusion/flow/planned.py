@@ -169,12 +169,15 @@ class Planned:
             given = tuned.plan(mod, hw, policy)
         if given is None:
             with stage("planning"):
+                best: list[Planned] = []  # so far
 
-                def so_far(low: tvm.IRModule, graph: FusionGraph, plan: FusionPlan) -> None:
-                    found = Lowered(low, graph, hw, policy)
-                    cls(source, found, plan, tuned=tuned)._begin_kernels()
+                def told(low: tvm.IRModule, graph: FusionGraph, plan: FusionPlan) -> None:
+                    best[:] = [cls(source, Lowered(low, graph, hw, policy), plan, tuned=tuned)]
+                    best[0]._begin_kernels()
 
-                low, graph, plan = best_plan(mod, target, hw, policy, so_far)
+                low, graph, plan = best_plan(mod, target, hw, policy, told)
+            if best and best[0].low is low and best[0].plan == plan:
+                return best[0]
             return cls(source, Lowered(low, graph, hw, policy), plan, tuned=tuned)
         if given.opened:
             low = lower(mod, target, hw=hw, rewrites=known_rewrites(given.rewrites, policy))
@@ -288,7 +291,7 @@ class Planned:
         """The module with the plan's groups as PrimFuncs without schedules, which name their kernel
         classes for `WriteKernels` if that is asked for.
         """
-        found = self._materialized()
+        found = self._materialized
         if not mark_classes:
             return found.mod
         marked = dict(found.mod.functions_items())
@@ -313,7 +316,7 @@ class Planned:
         while changed:
             if ahead is not None:
                 ahead.forget()
-            materialized = planned._materialized()
+            materialized = planned._materialized
             written = planned._written(materialized, ahead)
             made = WrittenPlan(planned, written.mod, materialized)
             planned, changed = made.without(written.failures, RefusalCode.WRITER)
@@ -348,6 +351,7 @@ class Planned:
         whole = self.whole
         return memory_of(materialize(whole.mod, whole.graph, whole.alone).mod, self.target)
 
+    @cached_property
     def _materialized(self) -> Materialized:
         """The plan applied; where that stage is disabled, the lowered module as it is."""
 
@@ -373,7 +377,7 @@ class Planned:
         if current_writers() is None:
             return
         try:
-            materialized = self._materialized()
+            materialized = self._materialized
             classes, *known = self._known_of(materialized.mod, materialized)
             with self.target:
                 wanted = wanted_kernels(materialized.mod, classes, self.policy, *known)

@@ -259,6 +259,8 @@ class _Search:
 
     def _whole(self, variant: _Variant) -> _Variant:
         """The whole module with the rewrites of a variant."""
+        if variant.few is None:
+            return variant
         done = ()
         for name in variant.rewrites:
             before, done = self.wholes[done], (*done, name)

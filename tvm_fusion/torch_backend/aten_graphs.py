@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
 from torch._export import utils as export_utils
+from torch._functorch.aot_autograd import aot_module_simplified
 from torch.export.exported_program import (
     _override_composite_implicit_decomp,
     _split_decomp_table_to_cia_and_python_decomp,
@@ -93,13 +93,16 @@ def traced(
     # operators that are kept whole are not torn apart by their implicit decompositions
     opened = _override_composite_implicit_decomp(dict(whole))
     with opened, states_in_shape(), flex_attention_opened():
-        make = aot_autograd(
+        # as `torch._dynamo.backends.common.aot_autograd`, which imports inductor's scheduler
+        made = aot_module_simplified(
+            graph,
+            inputs,
             fw_compiler=compiled,
             inference_compiler=compiled,
             decompositions=dict(table),
             keep_inference_input_mutations=True,
         )
-        made = make(graph, inputs)
+        made = torch._dynamo.disable(made, reason="compiled by tvm_fusion")
     context = torch._guards.TracingContext.try_get()
     if told is not None and context is not None:
         told(context.fw_metadata, context.guards_context.aotautograd_guards)
