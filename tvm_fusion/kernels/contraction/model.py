@@ -154,14 +154,6 @@ class Product:
         return size_of(self.k)
 
 
-@dataclass(frozen=True, slots=True)
-class RowPartial:
-    """A reduction ("sum" or "max") of each aligned run of `width` columns of a row."""
-
-    kind: str
-    width: int
-
-
 RUN_ROWS = 16
 """Rows of a run whose columns are reduced: those that a warp has of a tensor core's sums."""
 
@@ -180,6 +172,22 @@ class Finish:
         """The same with all expressions changed."""
         bindings = tuple(Binding(b.var, change(b.value)) for b in self.bindings)
         return Finish(self.reduced, bindings, change(self.value))
+
+
+@dataclass(frozen=True, slots=True)
+class RowPartial:
+    """A reduction ("sum" or "max") of each aligned run of `width` columns of a row. Of one with a
+    `finish`, that is stored.
+    """
+
+    kind: str
+    width: int
+    finish: Finish | None = None
+
+    def map(self, change: Callable[[Expr], Expr]) -> RowPartial:
+        """The same with all expressions changed."""
+        finish = None if self.finish is None else self.finish.map(change)
+        return replace(self, finish=finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +234,7 @@ class Output:
     def map(self, change: Callable[[Expr], Expr]) -> Output:
         """The same with all expressions changed."""
         indices, partial = tuple(map(change, self.indices)), self.partial
-        if isinstance(partial, ColumnPartial):
+        if partial is not None:
             partial = partial.map(change)
         return replace(self, indices=indices, value=change(self.value), partial=partial)
 
@@ -416,7 +424,7 @@ def _pairs(segment: Segment) -> list[str]:
 def _reduced(output: Output) -> str:
     """``sum over runs of 128 columns of value``."""
     partial = output.partial
-    if isinstance(partial, ColumnPartial):
-        found = f"{partial.kind} over runs of {partial.rows} rows of {output.value}"
-        return found if partial.finish is None else f"{partial.finish.value} of the {found}"
-    return f"{partial.kind} over runs of {partial.width} columns of {output.value}"
+    over = isinstance(partial, ColumnPartial)
+    run = f"{partial.rows} rows" if over else f"{partial.width} columns"
+    found = f"{partial.kind} over runs of {run} of {output.value}"
+    return found if partial.finish is None else f"{partial.finish.value} of the {found}"

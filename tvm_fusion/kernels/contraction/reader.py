@@ -276,7 +276,9 @@ class _Builder:
                 result.place = simplify(substitute(result.run.var, env))
             elif result.terms:
                 result.place = simplify(substitute(result.axes[-1].var, env))
-                result.terms = {v: simplify(substitute(e, env)) for v, e in result.terms.items()}
+            result.terms = {v: simplify(substitute(e, env)) for v, e in result.terms.items()}
+            if result.finish is not None:
+                result.finish = result.finish.map(lambda e, env=env: substitute(e, env))
             if result.over_rows is not None:
                 moved = result.over_rows.map(lambda e, env=env: substitute(e, env))
                 pairs = ((env[axis], n) for axis, n in moved.heights.items())

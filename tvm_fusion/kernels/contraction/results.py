@@ -166,10 +166,10 @@ _KINDS = (ReduceKind.SUM, ReduceKind.MAX)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Finished:
-    """What is pointwise in a reduction over runs of rows, `definition`."""
+    """What is pointwise in a reduction over runs of rows or of columns, `definition`."""
 
     definition: Definition
-    run: RowRun
+    run: RowRun | Axis
 
 
 def sums_and_partials(
@@ -214,7 +214,7 @@ def _finished(
     """
     first = read[0]
     known = partials[first]
-    if len(read) > 1 or definition.kind is not None or isinstance(known, Axis):
+    if len(read) > 1 or definition.kind is not None:
         raise Unsupported(
             f"{first.name} is no sum of products, and {definition.buffer.name} reads it"
         )
@@ -264,7 +264,7 @@ def partial_of(result: Result) -> RowPartial | ColumnPartial | None:
     """The model's word for a result that is a reduction."""
     if result.run is None:
         return result.over_rows
-    return RowPartial(result.definition.kind.value, result.run.extent)
+    return RowPartial(result.definition.kind.value, result.run.extent, result.finish)
 
 
 def follows_columns(
@@ -308,7 +308,8 @@ class Result:
     A partial has one coordinate more, `run` (the term of its reduction), which is at `place` of the
     segment; one of runs of rows has the coordinates of the elements it reads, the last of which is
     at `place`, and the axes of its terms, and is what `over_rows` says. Of a sum that it reads at
-    `pairs` of points, `reads` has one of each. `dtype` is that of what is stored.
+    `pairs` of points, `reads` has one of each. `dtype` is that of what is stored: what `finish`
+    says, of a partial that has one.
     """
 
     definition: Definition
@@ -322,6 +323,7 @@ class Result:
     pairs: dict[Var, Pair] = field(default_factory=dict)
     terms: dict[Var, Expr] = field(default_factory=dict)
     over_rows: ColumnPartial | None = None
+    finish: Finish | None = None
     dtype: str = ""
 
     @property
@@ -398,14 +400,23 @@ def _finished_result(
     definitions: Mapping[Var, Definition],
     exact: bool,
 ) -> Result:
-    """An output that is pointwise in a reduction over runs of rows, told over the elements of that;
-    nothing else is read.
+    """An output that is pointwise in a reduction over runs of rows or of columns, told over the
+    elements of that; nothing else is read.
     """
     reduction, run = found.definition, found.run
+    if isinstance(run, RowRun):
+        result = _over_rows(reduction, param, run)
+        own, reduced_at = run.inner, run.indices
+    else:
+        own, reduced_at = coordinates(reduction.shape, "r")
+        terms = run_point(reduction, reduced_at, run.var)
+        result = Result(reduction, param, [*own, run], reduced_at, run, terms=terms)
     reads: list[Position] = []
     axes, indices = coordinates(definition.shape, "o")
 
     def note(read: Definition, at: Position) -> Expr:
+        if not read.buffer.same_as(reduction.buffer):
+            raise Unsupported(f"{definition.buffer.name} reads a product and a reduction of it")
         reads.append(at)
         return fresh_var(read.buffer.name, widened(read.dtype))
 
@@ -413,24 +424,21 @@ def _finished_result(
     if not all(same(a, b) for at in reads for a, b in zip(reads[0], at, strict=True)):
         raise Unsupported(f"{reduction.buffer.name} is read at several points of an output")
     why = f"{definition.buffer.name} is no rearrangement of {reduction.buffer.name}"
-    env = _inverse(axes, zip(reads[0], run.indices, strict=True), why)
-    simplify = Simplifier(run.inner)
+    env = _inverse(axes, zip(reads[0], reduced_at, strict=True), why)
+    simplify = Simplifier(own)
     place = tuple(simplify(substitute(index, env)) for index in indices)
     reduced = fresh_var("reduced", widened(reduction.dtype))
 
-    def read_reduced(read: Definition, at: Position) -> Expr:
-        if not read.buffer.same_as(reduction.buffer):
-            raise Unsupported(f"{definition.buffer.name} reads a product and a reduction of it")
-        return reduced
-
-    inliner = Inliner(definitions, exact, simplify, read_reduced)
+    inliner = Inliner(definitions, exact, simplify, lambda read, at: reduced)
     (value,), bindings = collapse([inliner.load(definition.buffer, place)], inliner.bindings)
     if any(loads_of(e) for e in (value, *(b.value for b in bindings))):
         raise Unsupported(f"{definition.buffer.name} reads other tensors behind a reduction")
-    result = _over_rows(reduction, param, run)
     result.indices, result.dtype = place, definition.dtype
     finish = Finish(reduced, bindings, value).map(lambda e: _simple(e, simplify))
-    result.over_rows = replace(result.over_rows, finish=finish)
+    if result.over_rows is None:
+        result.finish = finish
+    else:
+        result.over_rows = replace(result.over_rows, finish=finish)
     return result
 
 

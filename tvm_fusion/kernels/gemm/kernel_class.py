@@ -10,7 +10,8 @@ stored operand is smaller than what is computed from it (a dequantisation), on w
 there are few rows, on rows where there is one; the predicted time decides. On Hopper also what is
 computed of one matrix of rows (batch norm and relu in front of a 1x1 convolution), see `computed`;
 and runs of a product's columns or rows may be reduced, for a kernel that finishes them (see
-`partials`).
+`partials`). Windows of up to 16 neighbouring columns are reduced wholly, with what is pointwise in
+them, where nothing else is an output.
 On CUDA what is behind a product may be made of pairs of its columns (see `columns`).
 """
 
@@ -33,7 +34,7 @@ from ..group.traffic import memory_traffic
 from .columns import State, columns_behind, is_part, paired_elements, pairs_of
 from .computed import computes_left
 from .launch import GemmGroup, narrows
-from .partials import RowRuns, refuse_partials, row_runs
+from .partials import RowRuns, column_windows, refuse_partials, row_runs
 from .product import Product, match_product
 from .side_by_side import are_siblings, components, depends_on_another, refuse_side_by_side
 from .time import SKINNY_ROWS, predict
@@ -213,7 +214,11 @@ class Gemm(Family):
             return group.refuse(RefusalCode.REDUCTION, "the group holds no matrix product")
         columns = {id(p.block): p.columns for p in products}
         runs_of_rows = row_runs(group, columns, others)
-        if others and (refusal := refuse_partials(group, columns, others, hw, runs_of_rows)):
+        windows = frozenset()
+        if hw.kind == "cuda" and hw.architecture.has_mma and len(products) == 1 and others:
+            windows = column_windows(group, columns, others)
+        apart = others and not windows
+        if apart and (refusal := refuse_partials(group, columns, others, hw, runs_of_rows)):
             return refusal
         images = images_of(products, runs_of_rows.values())
         if images is None:
@@ -227,7 +232,8 @@ class Gemm(Family):
         behind: dict[int, State] = {}
         if hw.kind == "cuda" and not others:
             behind = columns_behind(group, columns)
-        if refusal := check_neighbours(group, products, hw, policy, behind, runs_of_rows):
+        reduced = windows or runs_of_rows
+        if refusal := check_neighbours(group, products, hw, policy, behind, reduced):
             return refusal
         before = upstream_of(group, products)
         accumulated = frozenset(w.tensor for p in products for w in p.block.writes)
@@ -260,6 +266,7 @@ class Gemm(Family):
             pairs,
             paired_elements(group, behind),
             images,
+            windowed=bool(windows),
         )
         time = predict(launch, hw, policy)
         if time is None and pairs:

@@ -130,6 +130,7 @@ class GemmGroup:
     pairs : widths of runs and distances of the pairs of columns that outputs are made of.
     paired : elements that are made of such pairs.
     images : batches that a product's rows are taken as, which share their right operands.
+    windowed : all outputs are made of reductions over windows of columns.
     """
 
     group: GroupView
@@ -141,6 +142,7 @@ class GemmGroup:
     pairs: frozenset[tuple[int, int]] = frozenset()
     paired: float = 0.0
     images: int = 1
+    windowed: bool = False
 
     @cached_property
     def products(self) -> list[Product]:

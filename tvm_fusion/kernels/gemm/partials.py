@@ -4,6 +4,10 @@ runs of columns that lie within a tile, and of runs of 16 rows.
     h[m, n] = x @ W + r      p[m, t] = sum over c < 128 of h[m, 128 t + c]^2
                              q[t, n] = sum over i < 16 of h[16 t + i, n]
 
+Also aligned windows of a few columns, with what is pointwise in them (pooling, maxout):
+
+    y[m, t] = max over c < 3 of h[m, 3 t + c]
+
 Rows are those of a batch each: 49 of an image are 4 runs, and tiles start at each image.
 """
 
@@ -26,6 +30,10 @@ from ..program.expr import HALF_DTYPES
 WIDTHS = (128, 64)
 """Columns of a run, the preferred one first: what divides the tiles that are fast."""
 KINDS = (Reduction.SUM, Reduction.MAX)
+WIDEST_WINDOW, WINDOW_COLUMNS = 16, 64
+"""Columns of a window that mma.sync reduces, and of a tile that holds whole ones, in vectors of 8;
+wider ones would leave more of a tile unused.
+"""
 RUN_DTYPES = ("float32", "int8")
 """What an epilogue reduces, in float32, which holds int8 exactly; halves are float32 there."""
 
@@ -108,6 +116,50 @@ def _height(block: Block, index: Index, size: int, cut: bool) -> int | None:
     expected = [height] * len(outer) + [1] * len(inner)
     counts = size // height if cut else -(-size // height)
     return height if steps == expected and count == counts else None
+
+
+def column_windows(
+    group: GroupView, columns: Mapping[int, frozenset[int]], blocks: Sequence[Block]
+) -> frozenset[int]:
+    """Blocks, by `id`: those of the reductions `blocks` that are over windows of columns of a
+    product that a tile holds, and what is pointwise in them. None where anything else is an output.
+
+    `columns` are the axes of columns of each product, by the `id` of its block.
+    """
+    counts = _column_counts(group, columns) if blocks else {}
+    widths = {_window(group, block, counts) for block in blocks}
+    if len(widths) != 1 or None in widths:
+        return frozenset()
+    found = {id(block) for block in blocks}
+    behind = {w.tensor for block in blocks for w in block.writes}
+    for block in group.blocks:
+        if behind & {a.tensor for a in block.reads}:
+            if not behind.issuperset(a.tensor for a in block.reads):
+                return frozenset()
+            found.add(id(block))
+            behind.update(w.tensor for w in block.writes)
+    return frozenset(found) if behind.issuperset(group.outputs) else frozenset()
+
+
+def _window(group: GroupView, block: Block, counts: Mapping[int, int]) -> int | None:
+    """Columns of the aligned windows that a block reduces, or None."""
+    if block.reduction not in KINDS or len(block.reads) != 1 or block.reads[0].guarded:
+        return None
+    (read,), found = block.reads, group.graph.tensors[block.reads[0].tensor]
+    extents = [*found.shape, *(a.extent for a in block.axes)]
+    if not counts.get(read.tensor) or not all(isinstance(n, int) for n in extents):
+        return None
+    pairs = zip(read.index, found.shape, strict=True)
+    *others, width = [_height(block, index, n, False) for index, n in pairs]
+    if width is None or width < 2 or width in WIDTHS or not {*others} <= {1}:
+        return None
+    whole = found.shape[-1] % width == counts[read.tensor] % width == 0
+    fits = (
+        width <= WIDEST_WINDOW
+        and math.lcm(width, 8) <= WINDOW_COLUMNS
+        and found.dtype in ("float32", *HALF_DTYPES)
+    )
+    return width if whole and fits else None
 
 
 def refuse_partials(

@@ -285,7 +285,9 @@ def predict(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> LaunchTim
         mma_times,
         simt_times,
     )  # in the order of `gemm.forms`
-    if launch.has_partials or not launch.swaps_halves:
+    if launch.windowed:
+        known = (mma_times,)  # windows of columns pass through shared memory
+    elif launch.has_partials or not launch.swaps_halves:
         known = (_hopper,)  # its threads hold runs of columns: they reduce or pair some of them
     best: LaunchTime | None = None
     for form in known:

@@ -46,7 +46,7 @@ class Partials:
     """What a thread has of the present run of each partial output."""
 
     def __init__(self, frame: Frame, layout: Layout):
-        self.kept: Mapping[tuple[int, int], _Run] = {
+        self.kept: Mapping[tuple[int, int], Run] = {
             (number, position): (_Rows if isinstance(output.partial, ColumnPartial) else _Columns)(
                 frame, layout, segment, output
             )
@@ -71,7 +71,7 @@ class Partials:
                 run.store(segment, tile, chunk)
 
 
-class _Run:
+class Run:
     """A partial output; `sums` are what a thread has of it."""
 
     size: int
@@ -124,7 +124,7 @@ def _shuffled(value: Expr, distance: int) -> Expr:
     return T.tvm_warp_shuffle_xor(T.uint32(0xFFFFFFFF), value, distance, WARP, WARP)
 
 
-class _Columns(_Run):
+class _Columns(Run):
     """Runs of columns: a sum for each of two rows."""
 
     size = 2
@@ -161,7 +161,7 @@ class _Columns(_Run):
                 self.write(segment, tile, (row, column), self.sums[half])
 
 
-class _Rows(_Run):
+class _Rows(Run):
     """Runs of a warp's rows: a sum for each of four columns, two of each group, and of each of a
     thread's rows, where these are of different runs.
     """

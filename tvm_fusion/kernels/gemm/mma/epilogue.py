@@ -22,11 +22,11 @@ from ...program.expr import HALF_DTYPES, bytes_of, conjunction, constant, conver
 from ...program.program import Extent
 from ..epilogue import reads_in_place, starts_off_words, values_by_part
 from ..hopper.fetch import Fetch
-from ..hopper.partials import Partials
+from ..hopper.partials import Partials, Run
 from .plan import Panel, WarpTiles
 from .problem import MmaSegment
 from .units import CHUNK as CHUNK_BYTES
-from .units import store_integers, store_shared, warp_sync
+from .units import shared_word, store_integers, store_shared, warp_sync
 
 PAIRED_DTYPES = ("float16", "bfloat16", "float32", "int32")
 
@@ -49,6 +49,7 @@ class Layout:
     ):
         self.kernel = self.plan = self.problem = self.grid = self
         self.frame, self.segments, self.config = frame, [segment], config
+        self.columns = segment.own_columns(config.block_n)
         self.chunks = config.warp_n // CHUNK
         self.thread, self.lane, self.warp_row, self.warp_column = place
         self.part = 0
@@ -65,7 +66,7 @@ class Layout:
     def column(self, tile: Tile, chunk: int, group: int) -> Expr:
         """The first of a thread's two columns in a group of a piece."""
         own = self.warp_column + chunk * CHUNK + group * 8 + self.lane % 4 * 2
-        return tile.n * self.config.block_n + convert(own, self.frame.index)
+        return tile.n * self.columns + convert(own, self.frame.index)
 
     def groups(self, chunk: int) -> range:
         """Groups of 8 columns in a piece."""
@@ -81,7 +82,8 @@ class Layout:
 
     def ragged_columns(self, segment: MmaSegment) -> bool:
         """Whether the last column tile reaches beyond the matrix."""
-        return not is_multiple(segment.N, self.config.block_n)
+        own = self.columns
+        return own != self.config.block_n or not is_multiple(segment.N, own)
 
     def size(self, extent) -> Expr:
         """A size in the dtype of the coordinates."""
@@ -111,12 +113,71 @@ class Layout:
         return env | coordinates(own.n, column, self.frame)
 
 
+class _Window(Run):
+    """A run of columns that one thread reduces."""
+
+    size = 1
+
+
+class Windows:
+    """Runs of columns that no thread holds: what the block has of 16 rows of each warp passes
+    through shared memory (`ring`), and a thread reduces whole runs.
+    """
+
+    def __init__(self, layout: Layout, segment: MmaSegment, tile: Tile, ring: Expr):
+        self.layout, self.segment, self.tile, self.ring = layout, segment, tile, ring
+        self.config, self.width = layout.config, segment.window
+        self.runs = [_Window(layout.frame, layout, segment, output) for output in segment.outputs]
+
+    def put(self, position: int, chunk: int, group: int, half: int, values: list[Expr]) -> None:
+        """Two neighbouring columns of an output go to shared memory."""
+        layout, c = self.layout, self.config
+        line = layout.warp_row // c.warp_m * 16 + layout.lane // 4 + half * 8
+        column = layout.warp_column + chunk * CHUNK + group * 8 + layout.lane % 4 * 2
+        for v, value in enumerate(values):
+            word = tirx.reinterpret("uint32", convert(value, "float32"))
+            T.evaluate(store_shared(self._address(position, line, column + v), word))
+
+    def store(self) -> None:
+        """The runs of all that is there leave."""
+        layout, c, index = self.layout, self.config, self.layout.frame.index
+        each = layout.columns // self.width  # of a line
+        total = c.warps_m * 16 * each
+        for start in range(0, total, c.threads):
+            number = layout.thread + start
+            line, place = T.Bind(number // each), T.Bind(number % each * self.width)
+            own = line // 16 * c.warp_m + layout.part * 16 + line % 16
+            row = T.Bind(self.tile.m * c.block_m + convert(own, index))
+            column = T.Bind(self.tile.n * layout.columns + convert(place, index))
+            inside = conjunction(
+                number < total if start + c.threads > total else None,
+                layout.exists(self.segment, row),
+                column < layout.size(self.segment.N)
+                if layout.ragged_columns(self.segment)
+                else None,
+            )
+            with T.If(tirx.IntImm("bool", 1) if inside is None else inside), T.Then():
+                for position, run in enumerate(self.runs):
+                    T.buffer_store(run.sums, self._element(position, line, place), [0])
+                    for i in range(1, self.width):
+                        run.put(0, self._element(position, line, place + i))
+                    run.write(self.segment, self.tile, (row, column), run.sums[0])
+
+    def _element(self, position: int, line: Expr, column: Expr) -> Expr:
+        return tirx.reinterpret("float32", shared_word(self._address(position, line, column)))
+
+    def _address(self, position: int, line: Expr, column: Expr) -> Expr:
+        at = (line * self.config.window_line + column) * 4
+        return self.ring.ptr_to([at + position * self.config.window_bytes])
+
+
 class Epilogue:
     """Emits the epilogue of a block; `sums` are a thread's registers of each accumulator.
 
     Wide outputs pass through shared memory (`ring`, free by then), 16 rows of a warp at a time, and
     leave in stores of 16 bytes, a whole row of the warp's tile at once; so do halves whose rows
-    start off 4 bytes, in aligned words; others leave in pairs. Where that memory is `own`, for
+    start off 4 bytes, in aligned words; others leave in pairs. Runs of columns that are no pieces
+    of a warp's are reduced there (`Windows`). Where that memory is `own`, for
     nothing else, warps do not wait for each other. With `by_parts` what is read for each element of
     the first 16 rows is asked for by `begin`, the rest 16 rows ahead.
     """
@@ -138,7 +199,8 @@ class Epilogue:
         self.sums, self.ring, self.own = sums, ring, own
         self.layout = layout
         self.fetch = Fetch(layout, [segment.loads], by_parts=by_parts)
-        self.partials = Partials(frame, layout)
+        self.windows = None if segment.window is None else Windows(layout, segment, tile, ring)
+        self.partials = Partials(frame, layout) if self.windows is None else None
         self.reads_in_place = reads_in_place(segment.bindings, segment.outputs)
         self.partners = segment.segment.partners
         self.values = values_by_part(self.partners, segment.bindings, segment.outputs)
@@ -164,7 +226,7 @@ class Epilogue:
 
     def emit(self) -> None:
         """Emits all pieces."""
-        if self.staged and not self.own:
+        if self.windows or (self.staged and not self.own):
             T.evaluate(T.cuda.cta_sync())
         for part in range(self.config.tiles_m):
             self.layout.part = part
@@ -177,7 +239,13 @@ class Epilogue:
             for chunk in range(self.layout.chunks):
                 self.fetch.ahead(chunk + 1, self.tile)
                 self._chunk(part, chunk)
-                self.partials.close(0, self.segment, self.tile, chunk)
+                if self.partials:
+                    self.partials.close(0, self.segment, self.tile, chunk)
+            if self.windows:
+                T.evaluate(T.cuda.cta_sync())
+                self.windows.store()
+                if part + 1 < self.config.tiles_m:
+                    T.evaluate(T.cuda.cta_sync())
             if self.staged:
                 T.evaluate(warp_sync())
                 self._flush()
@@ -190,7 +258,9 @@ class Epilogue:
                 column = self.layout.column(self.tile, chunk, group)
                 for position, output in enumerate(self.segment.outputs):
                     values = [x[position] for x in pair]
-                    if output.partial is not None:
+                    if self.windows:
+                        self.windows.put(position, chunk, group, half, values)
+                    elif output.partial is not None:
                         place = chunk, group, half
                         self.partials.add(0, position, self.tile, place, tuple(values))
                     elif position in self.staged:

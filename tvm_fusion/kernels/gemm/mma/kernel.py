@@ -107,7 +107,8 @@ class _Kernel:
 
     def __init__(self, frame: Frame, segments: tuple[MmaSegment, ...], config: MmaConfig):
         self.frame, self.segments, self.config = frame, segments, config
-        self.grid = grid_of(frame.index, frame.contraction, config.block_m, config.block_n)
+        columns = min(s.own_columns(config.block_n) for s in segments)
+        self.grid = grid_of(frame.index, frame.contraction, config.block_m, columns)
 
     def emit(self) -> None:
         c, tiles = self.config, self.grid.tiles

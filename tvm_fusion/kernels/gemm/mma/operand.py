@@ -70,12 +70,13 @@ class Loader:
         self.frame, self.source, self.config = frame, source, config
         self.segment, self.extent, self.place = segment.segment, extent, place
         self.block = config.block_m if source.side == "m" else config.block_n
+        self.own = self.block if source.side == "m" else segment.own_columns(self.block)
         self.panel = Panel(self.block, config.step_bytes, source.k_major, source.element)
 
     @property
     def ragged_rows(self) -> bool:
         """Whether a tile reaches beyond the last row."""
-        return not is_multiple(rows_of(self.source), self.block)
+        return self.own != self.block or not is_multiple(rows_of(self.source), self.block)
 
     @property
     def ragged_terms(self) -> bool:
@@ -86,7 +87,7 @@ class Loader:
         """Emits the coordinates of this thread's units."""
         self.batch_number = convert(tile.batch, self.frame.index)
         self.batch = coordinates(self.segment.batch, self.batch_number, self.frame)
-        first = (tile.m if self.source.side == "m" else tile.n) * self.block
+        first = (tile.m if self.source.side == "m" else tile.n) * self.own
         self.units = []
         across = self._threads_along_lines()
         total = self.panel.size // self.unit_bytes

@@ -52,6 +52,18 @@ class WarpTiles:
         return 32 * self.warps
 
     @property
+    def window_line(self) -> int:
+        """Floats from row to row of what passes through shared memory to be reduced: lines of 8
+        rows start in different banks.
+        """
+        return self.block_n + 8
+
+    @property
+    def window_bytes(self) -> int:
+        """Shared memory of 16 rows of each warp of such an output."""
+        return self.warps_m * 16 * self.window_line * 4
+
+    @property
     def tiles_m(self) -> int:
         """mma.sync tiles of a warp below each other."""
         return self.warp_m // 16

@@ -9,6 +9,7 @@ conv(concat(x, y), w)              one segment, two loops that add to one accumu
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -50,6 +51,12 @@ COPY_BYTES = (16, 8, 4)
 
 # Columns of the accumulators that 4 threads hold side by side.
 GROUP = 8
+
+# Columns of a piece of a warp's tile, of which an epilogue works on one at a time.
+PIECE = 16
+
+# Columns of the widest access to a row of halves.
+VECTOR = 8
 
 # Sizes of elements whose fragments can be read where rows are neighbours.
 TRANSPOSED_BYTES = (2, 4)
@@ -143,6 +150,20 @@ class MmaSegment:
     def runs(self) -> list[int]:
         """Columns of the runs that are reduced in the epilogue."""
         return [o.partial.width for o in self.outputs if isinstance(o.partial, RowPartial)]
+
+    @property
+    def window(self) -> int | None:
+        """Columns of the runs that are reduced where these are no pieces of a warp's columns."""
+        return next((n for n in self.runs if n % PIECE or n & n - 1), None)
+
+    def own_columns(self, block_n: int) -> int:
+        """Columns of a block's tile that no other block has: whole windows, in pairs, or in vectors
+        where these lie along columns.
+        """
+        if self.window is None:
+            return block_n
+        along_k = all(b.along_k for loop in self.loops for b in loop.b)
+        return block_n - block_n % math.lcm(self.window, 2 if along_k else VECTOR)
 
     @property
     def groups(self) -> dict[str, tuple[Axis, ...]]:

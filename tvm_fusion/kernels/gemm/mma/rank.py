@@ -10,7 +10,7 @@ from ....config import HardwareProfile, Policy
 from ....errors import Unsupported
 from ...contraction.reader import Contraction
 from ...gpu.product_frame import assumed, ceil_div
-from ...program.expr import FLOAT8_DTYPES, bytes_of
+from ...program.expr import FLOAT8_DTYPES, bytes_of, dtype_of
 from ...program.program import Param
 from ..epilogue import operation_s, starts_off_words
 from .plan import MOST_STAGES, MmaConfig
@@ -255,7 +255,9 @@ def check_config(segments: Sequence[MmaSegment], config: MmaConfig, hw: Hardware
     sizes = (c.block_m, c.block_n, c.warp_m, c.warp_n)
     if any(n & (n - 1) for n in sizes) or c.step_bytes not in (64, 128):
         raise Unsupported("tiles and steps are powers of two")
-    if any(c.warp_n % width for s in segments for width in s.runs):
+    if any(s.window for s in segments):
+        _check_windows(segments, c)
+    elif any(c.warp_n % width for s in segments for width in s.runs):
         raise Unsupported("runs of columns that do not lie in one warp's tile")
     if c.stages < MIN_STAGES:
         raise Unsupported(f"a ring of less than {MIN_STAGES} stages")
@@ -271,6 +273,19 @@ def check_config(segments: Sequence[MmaSegment], config: MmaConfig, hw: Hardware
     registers = max(_registers(s, c, hw) for s in segments)
     if registers > min(hw.max_registers_per_thread, hw.registers_per_sm // c.threads):
         raise Unsupported("more registers than a thread has")
+
+
+def _check_windows(segments: Sequence[MmaSegment], c: MmaConfig) -> None:
+    """Raises Unsupported where no tile holds whole windows of columns."""
+    (first, *others), outputs = segments, segments[0].outputs
+    alike = all(o.partial is not None for o in outputs) and len(set(first.runs)) == 1
+    if others or not alike or len(first.runs) != len(outputs):
+        raise Unsupported("windows of columns beside other outputs")
+    if any(dtype_of(o.value) != "float32" for o in outputs):
+        raise Unsupported("windows of other elements than float32")
+    fits = len(outputs) * c.window_bytes <= ring_bytes(segments, c)
+    if not fits or not first.own_columns(c.block_n):
+        raise Unsupported("windows of columns that do not fit into a tile")
 
 
 def _check_groups(segments: Sequence[MmaSegment], c: MmaConfig, hw: HardwareProfile) -> None:
@@ -373,6 +388,7 @@ class _Beside:
     residuals : see `_residuals`.
     operations_s : what the device needs for the epilogue's operations.
     off_words : see `_are_off_words`.
+    segments : the contraction's.
     """
 
     sizes: tuple[tuple[int, int, int, tuple[int, ...]], ...]
@@ -380,6 +396,7 @@ class _Beside:
     residuals: float
     operations_s: float
     off_words: bool
+    segments: tuple[MmaSegment, ...]
 
     @classmethod
     def of(
@@ -396,13 +413,15 @@ class _Beside:
         moved = sum(bytes_of(p.dtype) * p.elements for p in contraction.params if _static(p))
         operations = OPERATION_LATENCY * operation_s(spaces, hw) * cells
         off_words = _are_off_words(contraction, segments)
-        return cls(sizes, moved, _residuals(contraction, segments), operations, off_words)
+        residuals = _residuals(contraction, segments)
+        return cls(sizes, moved, residuals, operations, off_words, tuple(segments))
 
 
 def _tiles(beside: _Beside, c: MmaConfig) -> list[int]:
     """Tiles of each segment."""
-    sizes = ((batch, m, n) for batch, m, n, _ in beside.sizes)
-    return [ceil_div(m, c.block_m) * ceil_div(n, c.block_n) * batch for batch, m, n in sizes]
+    columns = (s.own_columns(c.block_n) for s in beside.segments)
+    pairs = zip(beside.sizes, columns, strict=True)
+    return [ceil_div(m, c.block_m) * ceil_div(n, own) * b for (b, m, n, _), own in pairs]
 
 
 def _seconds(
