@@ -57,14 +57,19 @@ from ..versions import (
     with_size,
 )
 from .decode.config import DecodeConfig
+from .decode.problem import read_decode
 from .read.model import Attention
 
 SIZES = (64, 128, 256, 512, 1024, 2048, 8192)
-QUERIES, KEYS = (16, 64, 256, 1024, 4096), (64, 512, 2048, 8192)
+QUERIES, KEYS = (8, 64, 256, 1024, 4096), (64, 512, 2048, 8192)
 """Where both are compared."""
 LAUNCH = 9e-7
 """Of predicted seconds those that are no kernel's: of few queries and keys 0.8 to 1.3 us more are
 predicted than measured (H200, 2026-11-28), and versions are compared without."""
+START, PART = 9e-7, 3.5e-8
+"""Of the start of a decode kernel, what its end takes instead, by the partial results that a thread
+reads one after the other: for 1 query of 16 heads of 64 and 3 keys, 16 of them take 1.95 us and 64
+3.8; predicted are 2.3 and 2.6 (H200, 2026-11-28)."""
 OF = 8
 """Halves of a vector; all `SIZES` are multiples."""
 MOST, ALIGNED, ANYWHERE = 4, 3, 3
@@ -148,8 +153,8 @@ def _tables(
         there = func
         for size, value in sizes.items():
             there = with_size(there, size, value)
-        ranked = writer.ranked(writer.read(there, exact), hw, policy)
-        ranked = [(seconds - LAUNCH, config) for seconds, config in ranked]
+        attention = writer.read(there, exact)
+        ranked = _of_kernels(writer.ranked(attention, hw, policy), attention, hw)
         found[pair] = [entry for entry in ranked if kind_of(entry[1]) in allowed]
         if not isinstance(problem.M, int) and _may_be_most(pair[0], queries, bounds):
             few[pair] = [
@@ -162,6 +167,20 @@ def _tables(
             if pair[0] <= most and pair[1] == count:
                 table += ranked
     return found
+
+
+def _of_kernels(ranked: Ranked, attention: Attention, hw: HardwareProfile) -> Ranked:
+    """Predicted seconds of kernels alone, with what partial results take."""
+    decodes = any(isinstance(config, DecodeConfig) for _, config in ranked)
+    rows = read_decode(attention, hw).block_rows if decodes else 0
+    found = []
+    for seconds, config in ranked:
+        more = 0.0
+        if isinstance(config, DecodeConfig):
+            each = math.ceil(rows * attention.E / config.threads)
+            more = each * config.warps * PART - START
+        found.append((seconds - LAUNCH + more, config))
+    return sorted(found, key=lambda entry: entry[0])
 
 
 def _may_be_most(most: int, queries: Sequence[int], bounds: Bounds) -> bool:
