@@ -237,6 +237,17 @@ def test_keys_that_are_as_many_as_queries_at_all_sizes_are_never_missing(keys, m
     assert WRITER.read(func, False).may_lack_keys == may
 
 
+@pytest.mark.parametrize(("queries", "parts"), [(1, 16), (16, 32), (64, 64)])
+def test_partial_results_take_time_at_the_end_of_a_decode_kernel(queries, parts):
+    attention = WRITER.read(apart(16, queries, 64), False)
+    ranked = WRITER.ranked(attention, H200, POLICY)
+    alone = {config: seconds for seconds, config in versions._of_kernels(ranked, attention, H200)}
+    own = {config: seconds - versions.LAUNCH for seconds, config in ranked}
+    more = {type(config).__name__: alone[config] - own[config] for config in own}
+    assert more.pop("DecodeConfig") == pytest.approx(parts * versions.PART - versions.START)
+    assert set(more.values()) <= {0.0}
+
+
 def test_few_versions_lose_little():
     n = tirx.Var("n", "int64")
     kernel = write_attention_versions(WRITER, biased(12, n), H200, POLICY)

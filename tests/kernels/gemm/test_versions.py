@@ -377,6 +377,15 @@ def test_a_large_product_has_versions_on_hopper_and_loses_little_at_each_size():
     assert {edge - edge % 2 for edge in edges_of(written)} <= {0, *versions.ROWS}
 
 
+@pytest.mark.parametrize(("rows", "width", "loss"), [(7, 64, 0.015), (7, 128, 0.258), (65, 128, 0)])
+def test_few_rows_in_tiles_that_leave_multiprocessors_idle_take_more(rows, width, loss):
+    known = WRITER.read(product(rows, 2048, 8192), False)
+    configs = (config for _, config in WRITER.ranked(known, H200, POLICY))
+    tiles = (c for c in configs if isinstance(c, HopperConfig) and c.split == 1)
+    config = next(c for c in tiles if (c.block_m, c.block_n) == (64, width))
+    assert versions._thin_loss(known, config, H200) == pytest.approx(loss, abs=1e-3)
+
+
 def rows_of_images(bb, x, w):
     x = bb.emit(op.reshape(x, (x.ty.shape[0] * 196, 1024)))
     return op.nn.relu(bb.emit(op.matmul(x, w)))

@@ -68,9 +68,9 @@ def test_each_range_of_lengths_is_right_at_its_edges(name, monkeypatch):
     lowered = lower(kernel)
     names = versions_among(kernels_of(lowered))
     assert any(text.startswith("multiples of 8 up to") for text in names)
-    assert len(names) <= MOST + 1  # beside that of one column
+    assert len(names) <= MOST + 1  # beside that of the shortest
     edges = {int(text.split()[-1]) for text in names if text.split()[-1].isdigit()}
-    assert edges <= {1, 32, 256, 1024}
+    assert edges <= {8, 32, 256, 1024}
     assert len(edges) > 1
     lengths = {0, 1, 7, 8, 9, 100} | {edge + off for edge in edges for off in (-8, -1, 0, 1, 8)}
     for length in sorted(n for n in lengths if n >= 0):
@@ -103,9 +103,10 @@ def test_rows_within_bounds_have_no_kernel_for_others(name, bounds):
     beyond = math.inf if bounds.most is None else bounds.most
     edges = {int(text.split()[-1]) for text in names if text.split()[-1].isdigit()}
     assert all(max(bounds.least, 1) <= edge < beyond for edge in edges)
-    has_one = bounds.refusal(1) is None and not bounds.hints
-    assert (1 in edges) == has_one
-    assert len(names) <= MOST + has_one
+    short = bounds.least <= 8 and bounds.multiple < 8 and not bounds.hints
+    if bounds.multiple == 1 or not short:
+        assert (8 in edges) == short
+    assert len(names) <= MOST + short
     assert any("multiples" in text for text in names) == (bounds.multiple % 8 != 0)
     last = min(beyond, 1200) // bounds.multiple * bounds.multiple
     lengths = {bounds.nearest(1), last, last - bounds.multiple}
@@ -192,14 +193,14 @@ def test_versions_are_those_that_lose_least_in_all(most):
 def test_rows_of_few_columns_are_computed_element_by_element():
     """Whether vectors divide them is not asked: the first kernel is for all of them."""
     names = list(written(fuse(softmax, ((4096, N), HALF))).attrs[VERSIONS_ATTR])
-    assert [int(name) for name in names[:2]] == [1, versions.SHORT]
+    assert [int(name) for name in names[:2]] == [versions.SHORTEST, versions.SHORT]
     assert str(names[2]).startswith("of8_")
     bounded = with_known_sizes(
         func := fuse(softmax, ((64, N), HALF)), {sizes_of(func)[0]: Bounds(0, 20)}
     )
     lowered = lower(written(bounded))
-    assert versions_among(kernels_of(lowered)) == ("up to 1", "beyond")
-    for length in (1, 2, 7, 20):
+    assert versions_among(kernels_of(lowered)) == ("up to 8", "beyond")
+    for length in (1, 7, 8, 9, 20):
         x = np.random.default_rng(length).standard_normal((64, length)).astype(HALF)
         y = poisoned(x.shape, HALF)
         run_cuda_on_cpu(lowered, [x, y])
