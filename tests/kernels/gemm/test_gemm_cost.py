@@ -22,6 +22,9 @@ from tvm_fusion.kernels.gemm.hopper.configs import tile_of
 from tvm_fusion.kernels.gemm.hopper.cost import GemmTile, gemm_time
 from tvm_fusion.kernels.gemm.hopper.kernel import hopper_ranked
 from tvm_fusion.kernels.gemm.mma import rank
+from tvm_fusion.kernels.gemm.mma.plan import MmaConfig
+from tvm_fusion.kernels.gemm.simt import kernel as simt_kernel
+from tvm_fusion.kernels.gemm.simt.config import SimtConfig
 
 from ...fit_gemm_cost import accuracy, kendall, load, load_layers, predicted_us, work_of
 from ...support import gemm_cases as graphs
@@ -309,6 +312,51 @@ def test_products_in_parts_and_what_splits_them_take_turns(name, instructions, m
     assert 0.9 < statistics.median(shares) < 1.1
     chosen = min(measured, key=predicted.__getitem__)
     assert measured[chosen] <= SPLIT_REGRET * min(measured.values())
+
+
+ODD = json.loads((DATA / "odd_sweep_h200.json").read_text())["kernels"]
+
+
+@functools.cache
+def odd_kernels(shape):
+    """Predicted and measured microseconds of the measured kernels of a product of odd size, the
+    fastest by prediction first.
+    """
+    contraction, found = contraction_of(*shape), []
+    segments = rank.read_mma(contraction, H200, wide=True)
+    beside = rank._Beside.of(contraction, segments, H200)
+    for kernel in ODD:
+        names = [n for n in kernel if n not in ("shape", "form", "us")]
+        if tuple(kernel["shape"]) != shape:
+            continue
+        config = {name: kernel[name] for name in names}
+        if kernel["form"] == "simt":
+            seconds = simt_kernel._seconds(contraction, SimtConfig(**config), H200)
+        else:
+            config = MmaConfig(**config)
+            in_turns = sum(rank._tiles(beside, config)) > H200.num_sms
+            if beside.off_words and config.wide != in_turns:
+                continue
+            seconds = rank._seconds(beside, segments, config, H200)
+        found.append((seconds * 1e6, kernel["us"]))
+    return sorted(found)
+
+
+ODD_SHAPES = sorted({tuple(kernel["shape"]) for kernel in ODD})
+
+
+def test_kernels_of_odd_products_are_in_nearly_the_measured_order():
+    found = [odd_kernels(shape) for shape in ODD_SHAPES]
+    losses = [kernels[0][1] / min(us for _, us in kernels) for kernels in found]
+    assert len(losses) == 13
+    assert statistics.mean(losses) <= 1.14
+    assert sum(loss > 1.26 for loss in losses) <= 2  # ties of three tiles
+    assert kendall(*zip(*(k for kernels in found for k in kernels), strict=True)) >= 0.85
+
+
+def test_small_odd_products_are_multiplied_by_tensor_cores():
+    """80 x 649 x 91 takes 5.5 us on CUDA cores, 393 x 1209 x 91 takes 10."""
+    assert form_chosen(80, 649, 91) == form_chosen(393, 1209, 91) == "mma"
 
 
 @pytest.mark.parametrize("name", policy_names())

@@ -92,7 +92,7 @@ def mma_times(
     """As `gemm.mma.rank` predicts it, with two blocks on a multiprocessor where there are tiles."""
     from .mma import rank
 
-    if rank.START_SECONDS + _hbm_s(launch, hw, rank.DEEP_READS) >= known_s:
+    if rank.ODD_START_SECONDS + _hbm_s(launch, hw, rank.DEEP_READS) >= known_s:
         return
 
     dtype, rate = tensor_dtype(launch, hw, policy)
@@ -107,6 +107,8 @@ def mma_times(
     depth = max(sum(depths) for *_, depths in launch.segments) * size
     ways = [_way(launch, side) for side in (0, 1)]
     waiting = max(rank.STEP_SECONDS[way] for way, _ in ways)
+    shifted = any(way is rank.Way.SHIFT for way, _ in ways)
+    odd = dtype in HALF_DTYPES and (shifted or all(n % 2 for _, _, n, _ in launch.segments))
     rows = max(m for _, m, *_ in launch.segments)
     deep = ways == [(rank.Way.COPY, 16)] * 2 and not split and rank.takes_deep_rings(rows, hw)
     flight = rank.flight_seconds(max(rank.DEEP_STAGES), hw)
@@ -133,7 +135,7 @@ def mma_times(
             each = max(each + waits, deeper * flight / min(turns, 2))
             body = steps * each + stored * block_m * block_n / min(turns, 2)
             runs = launch.runs(block_m, block_n)
-            start = rank.START_SECONDS
+            start = rank.start_seconds(turns * body, odd)
             yield _other(launch, hw, "mma", "tensor", turns * body, start, runs, 4.0, reads)
 
 
@@ -195,8 +197,9 @@ def simt_times(
 
     if START_SECONDS + max(_hbm_s(launch, hw), _fma_s(launch, hw)) >= known_s:
         return
+    halves = launch.dtypes <= set(HALF_DTYPES)
     for config in CONFIGS:
-        body = simt_seconds(launch.segments, config, hw, 0.0) - START_SECONDS
+        body = simt_seconds(launch.segments, config, hw, 0.0, halves=halves) - START_SECONDS
         runs = launch.runs(config.block_m, config.block_n)
         yield _other(launch, hw, "simt", "fma", body, START_SECONDS, runs)
 

@@ -10,7 +10,7 @@ from ....config import HardwareProfile, Policy
 from ....errors import Unsupported
 from ...contraction.reader import Contraction
 from ...gpu.product_frame import assumed, ceil_div
-from ...program.expr import FLOAT8_DTYPES, bytes_of, dtype_of
+from ...program.expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of, dtype_of
 from ...program.program import Param
 from ..epilogue import operation_s, starts_off_words
 from .plan import MOST_STAGES, MmaConfig
@@ -118,6 +118,10 @@ PEAK_SHARE = 0.85
 # Seconds of a block: start and first slices; what a step waits for (barrier, latency of its loads),
 # more where they pass through registers; the epilogue of 128 x 128 elements.
 START_SECONDS = 4.2e-6
+# Of halves of odd sizes, which were measured below 8 us, too: what is not hidden of first slices
+# and last epilogues is a share of what the blocks take (13 shapes on an H200, 2026-11-28,
+# tests/data/odd_sweep_h200.json).
+ODD_START_SECONDS, EXPOSED_SHARE = 1.2e-6, 0.7
 STEP_SECONDS = {
     Way.COPY: 7e-8,
     Way.SHIFT: 1.7e-7,
@@ -389,6 +393,7 @@ class _Beside:
     operations_s : what the device needs for the epilogue's operations.
     off_words : see `_are_off_words`.
     segments : the contraction's.
+    odd : see `start_seconds`.
     """
 
     sizes: tuple[tuple[int, int, int, tuple[int, ...]], ...]
@@ -397,6 +402,7 @@ class _Beside:
     operations_s: float
     off_words: bool
     segments: tuple[MmaSegment, ...]
+    odd: bool
 
     @classmethod
     def of(
@@ -414,7 +420,10 @@ class _Beside:
         operations = OPERATION_LATENCY * operation_s(spaces, hw) * cells
         off_words = _are_off_words(contraction, segments)
         residuals = _residuals(contraction, segments)
-        return cls(sizes, moved, residuals, operations, off_words, tuple(segments))
+        sources = [x for s in segments for loop in s.loops for x in (loop.a, *loop.b)]
+        shifted = any(x.way is Way.SHIFT for x in sources)
+        odd = (shifted or off_words) and all(x.dtype in HALF_DTYPES for x in sources)
+        return cls(sizes, moved, residuals, operations, off_words, tuple(segments), odd)
 
 
 def _tiles(beside: _Beside, c: MmaConfig) -> list[int]:
@@ -448,7 +457,15 @@ def _seconds(
     each = max(each, (flight + epilogue) / tiles / resident)
     rate = hw.hbm_bytes_per_s * (DEEP_READS if c.is_deep else 1.0)
     busy = math.hypot((turns * each) ** 2, (beside.moved_bytes / rate) ** 2) ** 0.5
-    return hw.kernel_gap_us * 1e-6 + START_SECONDS + busy + beside.operations_s
+    start = hw.kernel_gap_us * 1e-6 + start_seconds(busy, beside.odd)
+    return start + busy + beside.operations_s
+
+
+def start_seconds(busy: float, odd: bool) -> float:
+    """What a kernel whose blocks are at work for so many seconds takes beside them; `odd`: it
+    multiplies halves whose rows start anywhere, or stores such rows.
+    """
+    return min(START_SECONDS, ODD_START_SECONDS + EXPOSED_SHARE * busy) if odd else START_SECONDS
 
 
 def flight_seconds(stages: int, hw: HardwareProfile) -> float:

@@ -21,6 +21,13 @@ BUSY_THREADS = 100
 READ_COST = 1.69
 LOAD_COST = 9.0
 OTHER_REGISTERS = 40
+# Of halves, of which 13 products of odd sizes were measured (H200, 2026-11-28,
+# tests/data/odd_sweep_h200.json): elements that a read of shared memory brings a thread, fewer of
+# which take as long; and what a warp that is alone takes for a term, its reads and products one
+# behind the other. A step takes at least that, behind the latency of the L2: 0.84 us of 16 terms
+# where one or two blocks are on a multiprocessor, 1.2 us of 32.
+READ_ELEMENTS = 4
+TERM_SECONDS = 2.3e-8
 # A multiprocessor's time for the epilogue of 128 x 128 elements while no other block multiplies.
 EPILOGUE_SECONDS = 1.14e-5
 # Estimate: start of a kernel.
@@ -36,12 +43,16 @@ def simt_seconds(
     hw: HardwareProfile,
     moved_bytes: float,
     operation_s: float = 0.0,
+    halves: bool = False,
 ) -> float:
     """Predicted seconds of one launch: the tiles of the busiest multiprocessor, each at the rate of
     its register tile and of its loads; at least the time of `moved_bytes` and of `operation_s`,
-    what the device needs for prologues and epilogues.
+    what the device needs for prologues and epilogues; `halves`: of operands that are widened.
     """
     reads = 1 / config.thread_m + 1 / config.thread_n
+    if halves:
+        vectors = -(-config.thread_m // READ_ELEMENTS) + -(-config.thread_n // READ_ELEMENTS)
+        reads = vectors * READ_ELEMENTS / (config.thread_m * config.thread_n)
     tiles, steps = 0, 0
     for batch, rows, columns, depths in segments:
         count = batch * -(-rows // config.block_m) * -(-columns // config.block_n)
@@ -56,6 +67,8 @@ def simt_seconds(
     terms += (config.block_m + config.block_n) * LOAD_COST
     rate = hw.fma_per_s_f32 / hw.num_sms * busy
     step = 2 * config.block_k * terms / rate + STEP_SECONDS / resident
+    if halves:
+        step = max(step, (hw.l2_latency_s + config.block_k * TERM_SECONDS) / resident)
     epilogue = config.block_m * config.block_n / 128**2 * EPILOGUE_SECONDS / resident
     body = turns * (steps / max(1, tiles) * step + epilogue) + operation_s
     return START_SECONDS + max(body, moved_bytes / hw.hbm_bytes_per_s)

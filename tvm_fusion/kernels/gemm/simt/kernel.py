@@ -30,7 +30,15 @@ from ...gpu.product_frame import (
     evaluate,
     open_kernel,
 )
-from ...program.expr import bytes_of, conjunction, constant, convert, dtype_of, substitute
+from ...program.expr import (
+    HALF_DTYPES,
+    bytes_of,
+    conjunction,
+    constant,
+    convert,
+    dtype_of,
+    substitute,
+)
 from ..epilogue import in_pairs
 from ..mma.units import warp_sync
 from ..side_by_side import grid_of
@@ -363,7 +371,9 @@ def _seconds(contraction: Contraction, config: SimtConfig, hw: HardwareProfile) 
     ]
     shapes = [(p.shape, p.dtype) for p in contraction.params if p.shape is not None]
     moved = sum(bytes_of(dtype) * math.prod(map(assumed, shape)) for shape, dtype in shapes)
-    return simt_seconds(sizes, config, hw, moved)
+    loads = [x.stored for p in contraction.products for x in (p.a, p.b)]
+    halves = all(load is not None and dtype_of(load) in HALF_DTYPES for load in loads)
+    return simt_seconds(sizes, config, hw, moved, halves=halves)
 
 
 def emit_gemm_simt(
