@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....config import HardwareProfile
@@ -21,7 +21,7 @@ BUSY_THREADS = 100
 READ_COST = 1.69
 LOAD_COST = 9.0
 OTHER_REGISTERS = 40
-# Of halves, of which 13 products of odd sizes were measured (H200, 2026-11-28,
+# Of halves of odd sizes, of which 13 products were measured (H200, 2026-11-28,
 # tests/data/odd_sweep_h200.json): elements that a read of shared memory brings a thread, fewer of
 # which take as long; and what a warp that is alone takes for a term, its reads and products one
 # behind the other. A step takes at least that, behind the latency of the L2: 0.84 us of 16 terms
@@ -37,8 +37,15 @@ Sizes = tuple[int, int, int, tuple[int, ...]]
 """Batch, M and N of a segment, and K of each of its products."""
 
 
+def are_odd(segments: Sequence[Sizes]) -> bool:
+    """Whether rows of all segments start anywhere: of odd columns, or of terms that are no vectors
+    of 8.
+    """
+    return all(columns % 2 or any(k % 8 for k in depths) for *_, columns, depths in segments)
+
+
 def simt_seconds(
-    segments: Iterable[Sizes],
+    segments: Sequence[Sizes],
     config: SimtConfig,
     hw: HardwareProfile,
     moved_bytes: float,
@@ -47,10 +54,12 @@ def simt_seconds(
 ) -> float:
     """Predicted seconds of one launch: the tiles of the busiest multiprocessor, each at the rate of
     its register tile and of its loads; at least the time of `moved_bytes` and of `operation_s`,
-    what the device needs for prologues and epilogues; `halves`: of operands that are widened.
+    what the device needs for prologues and epilogues; `halves`: of operands that are widened, which
+    counts where sizes are odd (`are_odd`).
     """
     reads = 1 / config.thread_m + 1 / config.thread_n
-    if halves:
+    odd = halves and are_odd(segments)
+    if odd:
         vectors = -(-config.thread_m // READ_ELEMENTS) + -(-config.thread_n // READ_ELEMENTS)
         reads = vectors * READ_ELEMENTS / (config.thread_m * config.thread_n)
     tiles, steps = 0, 0
@@ -67,7 +76,7 @@ def simt_seconds(
     terms += (config.block_m + config.block_n) * LOAD_COST
     rate = hw.fma_per_s_f32 / hw.num_sms * busy
     step = 2 * config.block_k * terms / rate + STEP_SECONDS / resident
-    if halves:
+    if odd:
         step = max(step, (hw.l2_latency_s + config.block_k * TERM_SECONDS) / resident)
     epilogue = config.block_m * config.block_n / 128**2 * EPILOGUE_SECONDS / resident
     body = turns * (steps / max(1, tiles) * step + epilogue) + operation_s
