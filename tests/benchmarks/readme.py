@@ -1,4 +1,4 @@
-"""Puts results for CPUs into a text, between the lines that name their files.
+"""Puts results into a text, between the lines that name their files.
 
     <!-- from tests/results/cpu.json -->
     ... replaced: a table of a suite's result, or the text of a .txt file
@@ -128,8 +128,9 @@ def table(result: dict[str, Any]) -> str:
     rows = result["rows"]
     peers = list(dict.fromkeys(name for row in rows for name in row["peers_us"]))
     shown = [r for r in rows if r["name"] in SHOWN] if len(rows) > MOST_ROWS else rows
+    of = f", {_threads(result)}" if result.get("threads") else ", kernels"
     lines = [
-        f"{result['device']}, {_threads(result)}, {result['date']}, microseconds a call "
+        f"{result['device']}{of}, {result['date']}, microseconds a call "
         f"({_versions(result, peers)}); `{_command(result)}`:",
         "",
         f"| | launches | tvm_fusion | {' | '.join(peers)} | best peer / ours |",
