@@ -22,6 +22,7 @@ from tvm_fusion.runtime.build.cuda_compiler import Compiler, DeviceCode
 from ..support.graphs import module
 
 TARGET, H200 = resolve_target("nvidia_h200")
+_, A100 = resolve_target("nvidia_a100")
 POLICY = load_policy(None)
 PATIENCE_S = 120.0
 
@@ -210,11 +211,13 @@ def test_what_is_asked_for_again_is_the_job_that_it_was(idle, tmp_path):
 def test_what_the_last_plan_does_not_have_is_dropped_unless_it_is_begun(idle, tmp_path):
     begun, dropped, kept, new = (job(tmp_path / name) for name in "abcd")
     idle.begin([begun, dropped, kept], TARGET, H200, POLICY)
-    assert idle._next() is begun
-    idle.begin([new, kept, begun], TARGET, H200, POLICY)
+    assert idle._next()[0] is begun
+    idle.begin([new, kept, begun], TARGET, A100, POLICY)
     assert dropped.answer.cancelled()
     assert begun.answer.running()
-    assert [idle._next(), idle._next(), idle._next()] == [new, kept, None]
+    (first, how), (second, _) = idle._next(), idle._next()
+    assert [first, second, idle._next()] == [new, kept, None]
+    assert how[1] is A100  # as it was asked for, whichever process takes it
 
 
 def test_kernels_of_the_best_plan_so_far_are_begun_before_the_last_one_is_there(monkeypatch):

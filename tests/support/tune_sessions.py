@@ -11,7 +11,7 @@ from tvm_fusion.flow.planned import Planned
 from tvm_fusion.kernels import registry
 from tvm_fusion.tuning.measure.building import Place, make_builders
 from tvm_fusion.tuning.measure.measuring import LocalMeter
-from tvm_fusion.tuning.measure.processes import Worker
+from tvm_fusion.tuning.measure.processes import Worker, stop_all
 from tvm_fusion.tuning.search.task_search import TaskState
 from tvm_fusion.tuning.session.choices import class_choices
 from tvm_fusion.tuning.session.session import Session
@@ -45,9 +45,15 @@ ALONE = {"settings": SETTINGS, "policy": "aggressive"}  # in processes of its ow
 OPTIONS = {**ALONE, "builders": BUILDERS, "meters": [METER]}
 
 
+_known: list[Sequence[str]] = []  # by the processes that tests share
+
+
 @contextmanager
 def several(ways: Sequence[str] = WAYS) -> Iterator[None]:
-    """The class is known as long as the context lasts."""
+    """The class is known as long as the context lasts; to processes as they first heard of it."""
+    if _known not in ([], [ways]):
+        stop_all([*BUILDERS, MEASURER])
+    _known[:] = [ways]
     registry.register(Several(ways), ("llvm",))
     try:
         yield

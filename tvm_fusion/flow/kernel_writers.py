@@ -10,7 +10,8 @@ it cannot write is written here, which says why.
 
 They start when a model turns out to be planned anew (`begin`, within `writers_beside`), and end
 when its kernels are written. Most kernels of the best plan so far are those of the last one, by the
-same names: they are begun while rewrites are still tried (`kernels_ahead.begin_kernels`).
+same names: they are begun while rewrites are still tried (`kernels_ahead.begin_kernels`). Of a
+module of several functions those of the one that is planned are waited for; others are dropped.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class _Process:
         self._is_ready = False
         self._connection.send(hw)
 
-    def serve(self, next_job: Callable[[], Job | None], how: tuple) -> None:
+    def serve(self, next_job: Callable[[], tuple[Job, tuple] | None]) -> None:
         """Answers jobs until there are none; those that come to nothing are answered with None."""
         use_all_cores()
         try:
@@ -117,7 +118,7 @@ class _Process:
                 if not self._is_ready:
                     self._is_ready = self._connection.recv()
                 while (job := next_job()) is not None:
-                    self._answer(job, how)
+                    self._answer(*job)
         except Exception as error:  # it ended, say: what waits is written elsewhere
             logger.info("a process writes no more kernels: %r", error)
 
@@ -153,7 +154,7 @@ class KernelWriters:
         logger.info("%d processes write kernels", count)
         self._processes = [_Process(hw) for _ in range(count)]
         self._jobs: dict[Path, Job] = {}
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[tuple[Job, tuple]] = deque()  # and how each is written
         self._lock = threading.Lock()
         self.compiling = Compiling(cuda_arch(target))
 
@@ -174,22 +175,23 @@ class KernelWriters:
         """Has jobs done, the first ones first; others that nobody has begun are dropped."""
         how = to_json_graph_str(target), hw, policy, tvm.transform.PassContext.current().opt_level
         with self._lock:
-            for job in self._waiting:
+            for job, _ in self._waiting:
                 if job not in jobs:
                     job.answer.cancel()
-            waits = (job for job in jobs if not (job.answer.running() or job.answer.done()))
-            self._waiting = deque(waits)
+            waits = [job for job in jobs if not (job.answer.running() or job.answer.done())]
+            self._waiting = deque((job, how) for job in waits)
         for process in self._processes:
-            arguments = self._next, how
-            threading.Thread(target=process.serve, args=arguments, daemon=True).start()
+            threading.Thread(target=process.serve, args=(self._next,), daemon=True).start()
 
-    def _next(self) -> Job | None:
-        """A job that nobody has begun, for who asks; None where there is none."""
+    def _next(self) -> tuple[Job, tuple] | None:
+        """A job that nobody has begun, for who asks, and how it is written; None where there is
+        none.
+        """
         with self._lock:
             while self._waiting:
-                job = self._waiting.popleft()
+                job, how = self._waiting.popleft()
                 if job.answer.set_running_or_notify_cancel():
-                    return job
+                    return job, how
         return None
 
     def stop(self) -> None:

@@ -314,7 +314,7 @@ def begin_kernels(
     wanted: Sequence[Wanted], target: tvm.target.Target, hw: HardwareProfile, policy: Policy
 ) -> None:
     """Has other processes begin with the kernels of a plan that may not be the last one. Those that
-    the last one has, too, are its own: what decides a kernel is in the name of its job.
+    the last one has, too, are its own: what decides a kernel is in the path of its job.
     """
     writers = current_writers()
     if writers is not None:

@@ -134,6 +134,9 @@ class Planned:
         private functions that stay calls.
     cuts : mapping of tuple of str to str
         Why groups gave way, by operator.
+    begun : Materialized or None
+        The plan applied, where its kernels were begun before it was known to be the last one; for
+        who applies it next.
     """
 
     source: Source
@@ -143,6 +146,7 @@ class Planned:
     tuned: Tuned | None = None
     fuses_beside: bool = True
     cuts: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    begun: Materialized | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(
@@ -291,7 +295,7 @@ class Planned:
         """The module with the plan's groups as PrimFuncs without schedules, which name their kernel
         classes for `WriteKernels` if that is asked for.
         """
-        found = self._materialized
+        found = self._materialized()
         if not mark_classes:
             return found.mod
         marked = dict(found.mod.functions_items())
@@ -316,7 +320,7 @@ class Planned:
         while changed:
             if ahead is not None:
                 ahead.forget()
-            materialized = planned._materialized
+            materialized = planned._materialized()
             written = planned._written(materialized, ahead)
             made = WrittenPlan(planned, written.mod, materialized)
             planned, changed = made.without(written.failures, RefusalCode.WRITER)
@@ -351,9 +355,12 @@ class Planned:
         whole = self.whole
         return memory_of(materialize(whole.mod, whole.graph, whole.alone).mod, self.target)
 
-    @cached_property
     def _materialized(self) -> Materialized:
         """The plan applied; where that stage is disabled, the lowered module as it is."""
+        if self.begun is not None:
+            begun = self.begun
+            object.__setattr__(self, "begun", None)
+            return begun
 
         def apply(mod: tvm.IRModule) -> Materialized:
             return materialize(mod, self.graph, self.plan)
@@ -377,7 +384,8 @@ class Planned:
         if current_writers() is None:
             return
         try:
-            materialized = self._materialized
+            materialized = self._materialized()
+            object.__setattr__(self, "begun", materialized)
             classes, *known = self._known_of(materialized.mod, materialized)
             with self.target:
                 wanted = wanted_kernels(materialized.mod, classes, self.policy, *known)

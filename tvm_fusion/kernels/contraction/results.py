@@ -5,6 +5,7 @@ y[b, s, c] = T[b, c // 64, s, c % 64]      the output y reads the sum T at funct
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -427,6 +428,8 @@ def _finished_result(
     env = _inverse(axes, zip(reads[0], reduced_at, strict=True), why)
     simplify = Simplifier(own)
     place = tuple(simplify(substitute(index, env)) for index in indices)
+    if isinstance(run, Axis) and not _are_all(own, place, definition.shape, simplify):
+        raise Unsupported(why)
     reduced = fresh_var("reduced", widened(reduction.dtype))
 
     inliner = Inliner(definitions, exact, simplify, lambda read, at: reduced)
@@ -440,6 +443,24 @@ def _finished_result(
     else:
         result.over_rows = replace(result.over_rows, finish=finish)
     return result
+
+
+def _are_all(
+    axes: Sequence[Axis], place: Position, shape: Sequence[Extent], simplify: Simplifier
+) -> bool:
+    """Whether places, another one at each point of the axes, are all those of a shape."""
+    extents = {axis.var: axis.extent for axis in axes}
+    if not equal_sizes(size_of(axes), math.prod(shape)):
+        return False
+    for at, extent in zip(place, shape, strict=True):
+        if isinstance(at, Var):
+            if not equal_sizes(extents[at], extent):
+                return False
+        else:
+            most = simplify.most(at)
+            if most is None or not isinstance(extent, int) or most >= extent:
+                return False
+    return True
 
 
 def _simple(expr: Expr, simplify: Simplifier) -> Expr:

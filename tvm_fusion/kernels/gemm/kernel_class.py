@@ -94,7 +94,8 @@ def check_neighbours(
     """Every other block is an epilogue on a product's index space, or makes an operand.
 
     `behind` are tensors that hold a product's elements or parts of them, where any holds parts;
-    `reduced` are blocks, by `id`, that reduce runs of rows, of which the last reach beyond it.
+    `reduced` are blocks, by `id`, that reduce runs of rows, of which the last reach beyond it, or
+    windows of columns, and those behind the latter.
     """
     after: set[int] = set()
     before, computable = _upstream(group, products), _computable(group, products, hw, policy)
@@ -214,9 +215,9 @@ class Gemm(Family):
             return group.refuse(RefusalCode.REDUCTION, "the group holds no matrix product")
         columns = {id(p.block): p.columns for p in products}
         runs_of_rows = row_runs(group, columns, others)
-        windows = frozenset()
+        window, windows = 0, frozenset()
         if hw.kind == "cuda" and hw.architecture.has_mma and len(products) == 1 and others:
-            windows = column_windows(group, columns, others)
+            window, windows = column_windows(group, columns, others)
         apart = others and not windows
         if apart and (refusal := refuse_partials(group, columns, others, hw, runs_of_rows)):
             return refusal
@@ -266,7 +267,7 @@ class Gemm(Family):
             pairs,
             paired_elements(group, behind),
             images,
-            windowed=bool(windows),
+            window=window,
         )
         time = predict(launch, hw, policy)
         if time is None and pairs:

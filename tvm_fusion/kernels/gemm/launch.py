@@ -130,7 +130,7 @@ class GemmGroup:
     pairs : widths of runs and distances of the pairs of columns that outputs are made of.
     paired : elements that are made of such pairs.
     images : batches that a product's rows are taken as, which share their right operands.
-    windowed : all outputs are made of reductions over windows of columns.
+    window : columns of the windows that all outputs are reductions over; 0 where they are not.
     """
 
     group: GroupView
@@ -142,7 +142,7 @@ class GemmGroup:
     pairs: frozenset[tuple[int, int]] = frozenset()
     paired: float = 0.0
     images: int = 1
-    windowed: bool = False
+    window: int = 0
 
     @cached_property
     def products(self) -> list[Product]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from ...config import HardwareProfile
 from ...ir.access import Affine, AxisKind, Block, Index, Reduction
+from ...ir.extents import product_key
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..contraction.model import RUN_ROWS
@@ -31,8 +32,8 @@ WIDTHS = (128, 64)
 """Columns of a run, the preferred one first: what divides the tiles that are fast."""
 KINDS = (Reduction.SUM, Reduction.MAX)
 WIDEST_WINDOW, WINDOW_COLUMNS = 16, 64
-"""Columns of a window that mma.sync reduces, and of a tile that holds whole ones, in vectors of 8;
-wider ones would leave more of a tile unused.
+"""Most columns of a window that mma.sync reduces, and of the least part of a tile that holds whole
+windows and whole vectors of 8: with more, much of a tile would be unused.
 """
 RUN_DTYPES = ("float32", "int8")
 """What an epilogue reduces, in float32, which holds int8 exactly; halves are float32 there."""
@@ -120,25 +121,41 @@ def _height(block: Block, index: Index, size: int, cut: bool) -> int | None:
 
 def column_windows(
     group: GroupView, columns: Mapping[int, frozenset[int]], blocks: Sequence[Block]
-) -> frozenset[int]:
-    """Blocks, by `id`: those of the reductions `blocks` that are over windows of columns of a
-    product that a tile holds, and what is pointwise in them. None where anything else is an output.
+) -> tuple[int, frozenset[int]]:
+    """Columns of the windows that the reductions `blocks` are over, of a product that a tile holds,
+    and by `id` these blocks and those that are pointwise in one of them; 0 and none where anything
+    else is an output, or follows.
 
     `columns` are the axes of columns of each product, by the `id` of its block.
     """
+    nothing: tuple[int, frozenset[int]] = 0, frozenset()
     counts = _column_counts(group, columns) if blocks else {}
     widths = {_window(group, block, counts) for block in blocks}
-    if len(widths) != 1 or None in widths:
-        return frozenset()
+    if len(widths) != 1:
+        return nothing
+    (width,) = widths
     found = {id(block) for block in blocks}
-    behind = {w.tensor for block in blocks for w in block.writes}
+    origins = {w.tensor: id(block) for block in blocks for w in block.writes}
     for block in group.blocks:
-        if behind & {a.tensor for a in block.reads}:
-            if not behind.issuperset(a.tensor for a in block.reads):
-                return frozenset()
+        sources = {origins.get(a.tensor) for a in block.reads}
+        if sources - {None}:
+            if len(sources) > 1 or not _is_pointwise(group, block):
+                return nothing
             found.add(id(block))
-            behind.update(w.tensor for w in block.writes)
-    return frozenset(found) if behind.issuperset(group.outputs) else frozenset()
+            origins.update((w.tensor, origins[block.reads[0].tensor]) for w in block.writes)
+    if width is None or not origins.keys() >= set(group.outputs):
+        return nothing
+    return width, frozenset(found)
+
+
+def _is_pointwise(group: GroupView, block: Block) -> bool:
+    """Whether each element of a tensor that a block writes is made of the one at its place in what
+    it reads, all of which it reads.
+    """
+    tensors, written = group.graph.tensors, block.writes[0].tensor
+    sizes = {product_key(tensors[t].shape) for t in (written, *(a.tensor for a in block.reads))}
+    in_place = all(is_identity(block, a) and not a.guarded for a in block.reads)
+    return block.reduction is None and len(sizes) == 1 and (id(block) in group.reshapes or in_place)
 
 
 def _window(group: GroupView, block: Block, counts: Mapping[int, int]) -> int | None:

@@ -112,12 +112,19 @@ def mma_times(
     rows = max(m for _, m, *_ in launch.segments)
     deep = ways == [(rank.Way.COPY, 16)] * 2 and not split and rank.takes_deep_rings(rows, hw)
     flight = rank.flight_seconds(max(rank.DEEP_STAGES), hw)
+    whole = 1
+    if launch.window:  # whole windows, in pairs or in vectors of 8 (`MmaSegment.own_columns`)
+        along = launch.along_terms(launch.products[0])
+        whole = math.lcm(launch.window, 2 if along else 8)
     _, other, written, _ = launch.moved
     stored = rank.EPILOGUE_SECONDS / 128**2 * (1 + (other / written if other >= written else 0))
     for (block_m, block_n, warps), step in itertools.product(MMA_TILES, MMA_STEPS):
         if split and block_m * block_n > MOST_SPLIT:
             continue
-        turns = -(-launch.tiles(block_m, block_n) // hw.num_sms)
+        own = block_n - block_n % whole  # columns that no other block has
+        if not own:
+            continue
+        turns = -(-launch.tiles(block_m, own) // hw.num_sms)
         chunks = [n * step / 16 / WARP for n in (block_m, block_n)]
         units = sum(
             c * rank.chunk_cycles(way, piece) for c, (way, piece) in zip(chunks, ways, strict=True)
@@ -134,7 +141,7 @@ def mma_times(
             each = rank.tile_step_seconds(tile, step, size, units, flops, clock, split, deeper)
             each = max(each + waits, deeper * flight / min(turns, 2))
             body = steps * each + stored * block_m * block_n / min(turns, 2)
-            runs = launch.runs(block_m, block_n)
+            runs = launch.runs(block_m, own)
             start = rank.start_seconds(turns * body, odd)
             yield _other(launch, hw, "mma", "tensor", turns * body, start, runs, 4.0, reads)
 
@@ -288,7 +295,7 @@ def predict(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> LaunchTim
         mma_times,
         simt_times,
     )  # in the order of `gemm.forms`
-    if launch.windowed:
+    if launch.window:
         known = (mma_times,)  # windows of columns pass through shared memory
     elif launch.has_partials or not launch.swaps_halves:
         known = (_hopper,)  # its threads hold runs of columns: they reduce or pair some of them

@@ -173,6 +173,8 @@ def _short(program: Program, lengths: _Lengths, hw: HardwareProfile) -> Iterator
         kernel = emit_row(program, replace(config, least=least), hw)
         every = bounds.most is not None and bounds.most <= most
         yield Branch(kernel, None if every else _upto(lengths.columns, most), most)
+        if every:
+            return
         least = most + 1
 
 

@@ -132,6 +132,8 @@ def _check_runs(problem: HopperProblem, columns: int) -> None:
         partial = output.partial
         if isinstance(partial, RowPartial) and (columns % partial.width or partial.width % CHUNK):
             raise Unsupported(f"runs of {partial.width} columns in a tile of {columns}")
+        if isinstance(partial, RowPartial) and partial.finish is not None:
+            raise Unsupported("what is made of runs of columns")
         if dtype_of(output.value) not in RUN_DTYPES:
             raise Unsupported(f"a run of {dtype_of(output.value)}")
 
