@@ -139,7 +139,6 @@ def test_what_the_environment_says_of_kernels_is_heeded(variable, planned, monke
     assert len(planned) == 2
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("file", ["module.so", "facts.pickle"])
 def test_a_damaged_module_is_compiled_again(file, folder, planned, caplog):
     model = Model(0)

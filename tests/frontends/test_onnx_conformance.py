@@ -1,5 +1,5 @@
 """Every ONNX backend test of the list must pass through the whole package on llvm: always
-one of 24 of the tests of every second operator, and one at least, in the nightly run all.
+one of 24 of the tests of each operator, and one at least, in the nightly run all.
 """
 
 import sys
@@ -57,7 +57,6 @@ def test_the_part_that_is_run_often_has_tests_of_each_operator():
     assert len(often) >= LEAST / EVERY
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shard", range(SHARDS))
 @pytest.mark.parametrize("part", ["often", pytest.param("rest", marks=pytest.mark.nightly)])
 def test_the_listed_tests_pass_fused(worker, part, shard):

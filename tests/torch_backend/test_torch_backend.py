@@ -560,7 +560,6 @@ def test_recurrent_layers_are_compiled_whole_where_dynamo_takes_them(kind, modul
     assert len(modules) == 1
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_in_training_are_compiled_unless_they_drop_elements(kind, modules):
     x = torch.randn(2, 5, 4)

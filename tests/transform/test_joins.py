@@ -177,8 +177,6 @@ class Decoder(nn.Module):
         return self.c(torch.cat([deep, skip], 1))
 
 
-# Always: several results of one kernel, and parts of a whole.
-@pytest.mark.nightly
 def test_a_part_that_is_enlarged_is_written_where_it_belongs():
     """Its elements are at other places than its input's, and at the pitch of the whole."""
     model = Decoder().eval().half().to(memory_format=torch.channels_last)

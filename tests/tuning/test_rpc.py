@@ -369,6 +369,7 @@ def passing():
     ("function", "arguments", "status", "is_kept"),
     [
         (Answer, ("crash",), "crash", True),  # of the process that measures at the server
+        # Always: the crash above, which ends there, too.
         pytest.param(Answer, ("timeout",), "timeout", True, marks=pytest.mark.nightly),
         (int, ("no number",), "error", False),  # of the one here: it left its session
         (os._exit, (1,), BROKEN, False),  # it runs no kernel

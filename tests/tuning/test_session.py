@@ -65,8 +65,6 @@ def test_what_goes_wrong_costs_its_trial_only(tested):
     assert session.total_us < session.untuned_us
 
 
-# Always: a process that dies, above, is replaced, too.
-@pytest.mark.nightly
 def test_a_process_that_lost_its_device_is_not_used_again(tested, tmp_path):
     choices = (DEFAULT, "plain", "fast", "wrong")
     session, kept, _ = make_session(choices=choices, meter=StickyMeter(tmp_path / "count"))

@@ -24,7 +24,7 @@ from ..epilogue import reads_in_place, starts_off_words, values_by_part
 from ..hopper.fetch import Fetch
 from ..hopper.partials import Partials, Run
 from .plan import Panel, WarpTiles
-from .problem import MmaSegment
+from .problem import PIECE, MmaSegment
 from .units import CHUNK as CHUNK_BYTES
 from .units import shared_word, store_integers, store_shared, warp_sync
 
@@ -32,9 +32,6 @@ PAIRED_DTYPES = ("float16", "bfloat16", "float32", "int32")
 
 # Halves of a wide store.
 WIDE = 8
-
-# Columns of a piece: two groups of 8.
-CHUNK = 16
 
 
 class Layout:
@@ -50,7 +47,7 @@ class Layout:
         self.kernel = self.plan = self.problem = self.grid = self
         self.frame, self.segments, self.config = frame, [segment], config
         self.columns = segment.own_columns(config.block_n)
-        self.chunks = config.warp_n // CHUNK
+        self.chunks = config.warp_n // PIECE
         self.thread, self.lane, self.warp_row, self.warp_column = place
         self.part = 0
 
@@ -65,7 +62,7 @@ class Layout:
 
     def column(self, tile: Tile, chunk: int, group: int) -> Expr:
         """The first of a thread's two columns in a group of a piece."""
-        own = self.warp_column + chunk * CHUNK + group * 8 + self.lane % 4 * 2
+        own = self.warp_column + chunk * PIECE + group * 8 + self.lane % 4 * 2
         return tile.n * self.columns + convert(own, self.frame.index)
 
     def groups(self, chunk: int) -> range:
@@ -133,7 +130,7 @@ class Windows:
         """Two neighbouring columns of an output go to shared memory."""
         layout, c = self.layout, self.config
         line = layout.warp_row // c.warp_m * 16 + layout.lane // 4 + half * 8
-        column = layout.warp_column + chunk * CHUNK + group * 8 + layout.lane % 4 * 2
+        column = layout.warp_column + chunk * PIECE + group * 8 + layout.lane % 4 * 2
         for v, value in enumerate(values):
             word = tirx.reinterpret("uint32", convert(value, "float32"))
             T.evaluate(store_shared(self._address(position, line, column + v), word))
@@ -177,9 +174,9 @@ class Epilogue:
     Wide outputs pass through shared memory (`ring`, free by then), 16 rows of a warp at a time, and
     leave in stores of 16 bytes, a whole row of the warp's tile at once; so do halves whose rows
     start off 4 bytes, in aligned words; others leave in pairs. Runs of columns that are no pieces
-    of a warp's are reduced there (`Windows`). Where that memory is `own`, for
-    nothing else, warps do not wait for each other. With `by_parts` what is read for each element of
-    the first 16 rows is asked for by `begin`, the rest 16 rows ahead.
+    of a warp's are reduced there (`Windows`). Where that memory is `own`, for nothing else, warps
+    do not wait for each other. With `by_parts` what is read for each element of the first 16 rows
+    is asked for by `begin`, the rest 16 rows ahead.
     """
 
     def __init__(

@@ -29,10 +29,10 @@ from ...program.expr import constant, convert
 from ..hopper.state import fence_shared
 from ..side_by_side import grid_of
 from .computed import Compute
-from .epilogue import CHUNK, Epilogue, Layout
+from .epilogue import Epilogue, Layout
 from .operand import Copy, Loader, Place, Shift
 from .plan import Fragments, MmaConfig, Words
-from .problem import Loop, MmaSegment, Way, read_mma
+from .problem import PIECE, Loop, MmaSegment, Way, read_mma
 from .rank import check_config, mma_ranked, parts_bytes, ring_bytes, table_bytes
 from .split import GROUP_STEPS, PART_BUFFERS, GroupProducts, SplitProducts
 from .units import (
@@ -99,7 +99,7 @@ def _words_of_rows(segment: MmaSegment, config: MmaConfig) -> int:
     ones.
     """
     words = sum(load.words_of_piece for load in segment.loads if load.is_matrix)
-    return words * (config.warp_n // CHUNK) * min(2, config.tiles_m)
+    return words * (config.warp_n // PIECE) * min(2, config.tiles_m)
 
 
 class _Kernel:
@@ -107,7 +107,7 @@ class _Kernel:
 
     def __init__(self, frame: Frame, segments: tuple[MmaSegment, ...], config: MmaConfig):
         self.frame, self.segments, self.config = frame, segments, config
-        columns = min(s.own_columns(config.block_n) for s in segments)
+        columns = segments[0].own_columns(config.block_n)  # of one with windows, or of all
         self.grid = grid_of(frame.index, frame.contraction, config.block_m, columns)
 
     def emit(self) -> None:

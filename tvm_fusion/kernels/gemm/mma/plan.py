@@ -53,8 +53,8 @@ class WarpTiles:
 
     @property
     def window_line(self) -> int:
-        """Floats from row to row of what passes through shared memory to be reduced: lines of 8
-        rows start in different banks.
+        """Floats from row to row of what passes through shared memory to be reduced: rows that
+        are side by side start in different banks.
         """
         return self.block_n + 8
 

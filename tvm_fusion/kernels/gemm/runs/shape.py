@@ -13,8 +13,8 @@ from ....errors import Unsupported
 from ...gpu.product_frame import ceil_div
 from ...program.expr import HALF_DTYPES, constant, convert
 from ...program.program import Extent
-from ..mma.epilogue import CHUNK as PIECE
 from ..mma.plan import TERM_BYTES, WarpTiles
+from ..mma.problem import PIECE
 from ..mma.units import CHUNK
 from .problem import OCTET, Runs
 
