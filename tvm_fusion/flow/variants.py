@@ -207,9 +207,7 @@ class _Search:
         The module of few layers, on which rewrites are tried; None: on the whole one.
     """
 
-    def __init__(
-        self, whole: _Variant, few: FewLayers | None = None, told: Told | None = None
-    ) -> None:
+    def __init__(self, whole: _Variant, few: FewLayers | None, told: Told | None) -> None:
         self.wholes = {(): whole}
         self.few = None if few is None else replace(whole, opened=few.mod, few=few)
         self._told, self._latest = told, None

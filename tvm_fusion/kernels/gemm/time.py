@@ -90,7 +90,7 @@ def mma_times(
     launch: GemmGroup, hw: HardwareProfile, policy: Policy, known_s: float
 ) -> Iterator[LaunchTime]:
     """As `gemm.mma.rank` predicts it, with two blocks on a multiprocessor where there are tiles."""
-    from .mma import rank
+    from .mma import problem, rank
 
     if rank.ODD_START_SECONDS + _hbm_s(launch, hw, rank.DEEP_READS) >= known_s:
         return
@@ -112,16 +112,13 @@ def mma_times(
     rows = max(m for _, m, *_ in launch.segments)
     deep = ways == [(rank.Way.COPY, 16)] * 2 and not split and rank.takes_deep_rings(rows, hw)
     flight = rank.flight_seconds(max(rank.DEEP_STAGES), hw)
-    whole = 1
-    if launch.window:  # whole windows, in pairs or in vectors of 8 (`MmaSegment.own_columns`)
-        along = launch.along_terms(launch.products[0])
-        whole = math.lcm(launch.window, 2 if along else 8)
+    along_k = launch.window > 0 and launch.along_terms(launch.products[0])
     _, other, written, _ = launch.moved
     stored = rank.EPILOGUE_SECONDS / 128**2 * (1 + (other / written if other >= written else 0))
     for (block_m, block_n, warps), step in itertools.product(MMA_TILES, MMA_STEPS):
         if split and block_m * block_n > MOST_SPLIT:
             continue
-        own = block_n - block_n % whole  # columns that no other block has
+        own = problem.own_columns(block_n, launch.window, along_k) if launch.window else block_n
         if not own:
             continue
         turns = -(-launch.tiles(block_m, own) // hw.num_sms)

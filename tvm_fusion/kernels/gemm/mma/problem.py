@@ -79,6 +79,13 @@ class Way(enum.Enum):
     COMPUTE = "registers, evaluated element by element"
 
 
+def own_columns(block_n: int, window: int, along_k: bool) -> int:
+    """How many columns of a tile are whole windows, in pairs where the operand lies along its
+    terms, else in vectors.
+    """
+    return block_n - block_n % math.lcm(window, 2 if along_k else VECTOR)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
     """An operand of a loop.
@@ -157,13 +164,9 @@ class MmaSegment:
         return next((n for n in self.runs if n % PIECE or n & n - 1), None)
 
     def own_columns(self, block_n: int) -> int:
-        """Columns of a block's tile that no other block has: whole windows, in pairs, or in vectors
-        where these lie along columns.
-        """
-        if self.window is None:
-            return block_n
+        """Columns of a block's tile that no other block has (`own_columns`)."""
         along_k = all(b.along_k for loop in self.loops for b in loop.b)
-        return block_n - block_n % math.lcm(self.window, 2 if along_k else VECTOR)
+        return block_n if self.window is None else own_columns(block_n, self.window, along_k)
 
     @property
     def groups(self) -> dict[str, tuple[Axis, ...]]:
