@@ -18,7 +18,8 @@ AMPERE = {"has_cp_async", "has_mma"}
 ADA = {*AMPERE, "has_float8_mma"}
 LATER = {*ADA, "has_tma", "has_clusters", "has_dependent_launch"}
 BLACKWELL = {*LATER, "is_unrolled_to_spills"}
-HOPPER = {*LATER, "is_rated_by_wgmma", "has_wide_float8_mma"}
+DATACENTER = {*BLACKWELL, "has_float8_as_halves"}
+HOPPER = {*LATER, "is_rated_by_wgmma", "has_float8_as_halves"}
 
 
 @pytest.mark.parametrize(
@@ -31,10 +32,10 @@ HOPPER = {*LATER, "is_rated_by_wgmma", "has_wide_float8_mma"}
         ("sm_89", ADA),
         ("sm_90", HOPPER),
         ("sm_90a", {*HOPPER, "has_wgmma"}),
-        ("sm_100", BLACKWELL),
-        ("sm_100a", BLACKWELL),
-        ("sm_103f", BLACKWELL),
-        ("sm_110a", BLACKWELL),
+        ("sm_100", DATACENTER),
+        ("sm_100a", DATACENTER),
+        ("sm_103f", DATACENTER),
+        ("sm_110a", DATACENTER),
         ("sm_120", BLACKWELL),
         ("sm_121a", BLACKWELL),
         ("sm_130", BLACKWELL),

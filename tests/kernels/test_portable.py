@@ -60,6 +60,7 @@ def test_random_problems_are_for_each_architecture_or_for_one_in_turn():
         ("small/float8", "sm_80"),
         ("small/from_float8", "sm_86"),
         ("gemm/gemm_fp8_4096x4096x4096", "sm_90"),
+        ("gemm/gemm_fp8_4096x4096x4096", "sm_100"),
     ],
 )
 def test_a_few_kernels_are_compiled(case, arch, pool):

@@ -57,11 +57,12 @@ class Architecture:
         return self.number >= 89
 
     @property
-    def has_wide_float8_mma(self) -> bool:
-        """Whether mma.sync of 8-bit floats takes registers beside those of its operands: on Hopper,
-        whose own instruction for them is wgmma (ptxas 13.0).
+    def has_float8_as_halves(self) -> bool:
+        """Whether mma.sync of 8-bit floats is products of halves, which ptxas makes of the operands
+        in registers beside theirs: two HMMA and up to 12 F2FP each. sm_89, 120 and 121 have QMMA
+        (SASS by CUDA 13.0); the others' own instructions for them are of one architecture alone.
         """
-        return self.major == 9
+        return self.major in (9, 10, 11)
 
     @property
     def has_tma(self) -> bool:

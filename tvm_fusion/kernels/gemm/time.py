@@ -102,7 +102,8 @@ def mma_times(
     if dtype is None or not hw.architecture.has_mma or rate not in hw.tensor_flop_per_s:
         return
     share = rank.SM90_SHARE if hw.architecture.is_rated_by_wgmma else rank.PEAK_SHARE
-    flops, clock = hw.tensor_flop_per_s[rate] * share / hw.num_sms, hw.clock_ghz * 1e9
+    flops = rank.product_rate(rate, hw) * share / hw.num_sms
+    clock = hw.clock_ghz * 1e9
     size = dtype_bytes(dtype)
     depth = max(sum(depths) for *_, depths in launch.segments) * size
     ways = [_way(launch, side) for side in (0, 1)]

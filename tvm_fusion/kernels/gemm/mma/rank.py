@@ -71,8 +71,8 @@ EVALUATION_REGISTERS = 8
 # What a block splits beside its wgmmas: 239 and 143 registers with 64 and 32 sums (sm_90a, CUDA
 # 13.0), each of which has two more of a step's products.
 SPLIT_REGISTERS = 8
-# Of products of 8-bit floats on Hopper, beside what those of halves take: 27 and 35 of tiles of
-# warps of 64 x 32 (sm_90, CUDA 13.0); those of 64 x 64 spilled 96 to 264 bytes.
+# Of products of 8-bit floats that are made of halves, beside what those of halves take: 27 and 35
+# of tiles of warps of 64 x 32 (sm_90, CUDA 13.0); those of 64 x 64 spilled 96 to 264 bytes.
 WIDE_FLOAT8_REGISTERS = 36
 
 # Registers that hold 16 bytes on their way: two aligned vectors where they start anywhere.
@@ -114,6 +114,9 @@ GROUP_SHARE = {128: 0.75, 64: 0.53}
 # is that of mma.sync, of which a main loop keeps PEAK_SHARE (an estimate).
 SM90_SHARE = 0.75
 PEAK_SHARE = 0.85
+# Share of the rate of halves that 8-bit floats reach which are made halves: 4096^3 takes 434 us, of
+# halves 288 (H200 as sm_90, 2026-11-28).
+FLOAT8_SHARE = 0.66
 
 # Seconds of a block: start and first slices; what a step waits for (barrier, latency of its loads),
 # more where they pass through registers; the epilogue of 128 x 128 elements.
@@ -341,7 +344,7 @@ def _registers(segment: MmaSegment, c: MmaConfig, hw: HardwareProfile) -> int:
         return 3 * sums + held + SPLIT_REGISTERS + OTHER_REGISTERS
     parts = c.tiles_m * (PARTS * A_REGISTERS + SUMS) + PARTS * B_REGISTERS if c.split else 0
     float8 = any(loop.a.dtype in FLOAT8_DTYPES for loop in segment.loops)
-    wide = WIDE_FLOAT8_REGISTERS if float8 and hw.architecture.has_wide_float8_mma else 0
+    wide = WIDE_FLOAT8_REGISTERS if float8 and hw.architecture.has_float8_as_halves else 0
     return sums + fragments + parts + held + wide + OTHER_REGISTERS
 
 
@@ -495,7 +498,7 @@ def _step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
     """A step of a block that is alone on its multiprocessor, nothing waiting."""
     clock = hw.clock_ghz * 1e9
     dtype = "tfloat32" if loop.a.dtype == "float32" else loop.a.dtype.replace("uint8", "int8")
-    rate = hw.tensor_flop_per_s.get(dtype, hw.tensor_flop_per_s.get("float16", hw.fma_per_s_f32))
+    rate = product_rate(dtype, hw) or hw.tensor_flop_per_s.get("float16", hw.fma_per_s_f32)
     rate *= (SM90_SHARE if hw.architecture.is_rated_by_wgmma else PEAK_SHARE) / hw.num_sms
     terms = c.step_bytes // loop.a.element
     flop = 2.0 * c.block_m * c.block_n * terms * len(loop.products)
@@ -517,6 +520,15 @@ def _step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
     reached = DEEP_PORT_BYTES if c.is_deep else PORT_BYTES
     port = c.stage_bytes(len(loop.b)) / reached / clock
     return max(arithmetic, shared, port)
+
+
+def product_rate(dtype: str, hw: HardwareProfile) -> float | None:
+    """Operations a second of a device's tensor cores on a dtype, as profiles have them; what
+    mma.sync reaches of it where 8-bit floats are made halves.
+    """
+    if dtype in FLOAT8_DTYPES and hw.architecture.has_float8_as_halves:
+        return FLOAT8_SHARE * hw.tensor_flop_per_s["float16"]
+    return hw.tensor_flop_per_s.get(dtype)
 
 
 def _group_step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
