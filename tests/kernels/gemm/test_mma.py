@@ -118,6 +118,17 @@ def test_deep_rings_are_close_to_float64(tile, stages, terms):
     check(found, emit(found, MmaConfig(*tile, 128, stages), A100))
 
 
+@pytest.mark.parametrize("graph", [graphs.linear, graphs.matmul])
+def test_tiles_may_begin_with_terms_of_their_own(graph):
+    weights = (200, 328) if graph is graphs.linear else (328, 200)  # 7 tiles of 6 steps
+    shapes = [(23, 328), weights]
+    found = case("turned", graph, shapes, lambda x, w: [x @ (w.T if weights[1] == 328 else w)])
+    turned = emit(found, MmaConfig(*rank.DEEP_TILES[1], 128, 6, turned=True), A100)
+    check(found, turned)
+    plain = emit(found, MmaConfig(*rank.DEEP_TILES[1], 128, 6), A100)
+    assert cuda_source(plain) != cuda_source(turned)
+
+
 def ring_of(rows: int, hw: HardwareProfile, graph=graphs.linear, terms: int = 4096):
     found = case("ring", graph, [(rows, terms), (4096, terms)], lambda x, w: [x @ w.T])
     return mma_ranked(analyze_contraction(found.func()), hw, load_policy(None))

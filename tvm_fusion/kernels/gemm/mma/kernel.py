@@ -165,7 +165,7 @@ class _MainLoop:
     ):
         self.kernel, self.loop, self.sums = kernel, loop, sums
         self.config = c = kernel.config
-        self.frame = kernel.frame
+        self.frame, self.tile, self.segment = kernel.frame, tile, segment
         stage_bytes, start = c.stage_bytes(len(loop.b)), 0
         self.loaders: list[Loader] = []
         for source in (loop.a, *loop.b):
@@ -201,6 +201,7 @@ class _MainLoop:
         c = self.config
         steps = ceil_div(self.loop.K, self.loaders[0].panel.terms)
         self.steps = steps if isinstance(steps, int) else T.Bind(convert(steps, "int32"))
+        self.first = self._first_step() if c.turned else None
         self._fill()
         if self.groups:
             self._split_by_block()
@@ -209,6 +210,20 @@ class _MainLoop:
             stage, following = T.Bind(step % c.stages), T.Bind((step + 1) % c.stages)
             emit = self._split_step if self.split else self._step
             emit(step, stage, following)
+
+    def _first_step(self) -> Expr | None:
+        """Which slice a tile begins with: those of all columns are spread over the terms."""
+        count = ceil_div(self.segment.segment.N, self.config.block_n)
+        if not isinstance(self.steps, int) or not isinstance(count, int) or self.others:
+            return None
+        return T.Bind(convert(self.tile.n, "int32") * self.steps // count)
+
+    def _slice_of(self, step: Expr) -> Expr:
+        """The slice that a step multiplies."""
+        if self.first is None:
+            return step
+        number = T.Bind(step + self.first)
+        return T.Select(number < self.steps, number, number - self.steps)
 
     def _step(self, step: Expr, stage: Expr, following: Expr) -> None:
         """A step, a round at a time: the next one's fragments arrive in registers meanwhile."""
@@ -308,7 +323,7 @@ class _MainLoop:
         """A slice for the stage of its number; `stored`: at once, where it passes registers."""
         with T.If(self._exists(step)), T.Then():
             for loader in self.copies:
-                loader.copy(step, step)
+                loader.copy(self._slice_of(step), step)
             for loader in self.others:
                 loader.load(step)
                 if stored:
@@ -335,7 +350,7 @@ class _MainLoop:
         ahead = T.Bind(step + (c.stages - 1))
         with T.If(self._exists(ahead)), T.Then():
             for loader in self.copies:
-                loader.copy(ahead, ahead % c.stages)
+                loader.copy(self._slice_of(ahead), ahead % c.stages)
             for loader in self.others:
                 loader.load(ahead)
         if self.tabled:
