@@ -1,12 +1,15 @@
 """A compiled model is held against PyTorch: another function is found, choices are none."""
 
+import contextlib
 import math
+import threading
 
 import pytest
 
 import tvm_fusion
 from tvm_fusion.check import distance, source
 from tvm_fusion.errors import VerificationError
+from tvm_fusion.flow.functions import planned_function
 from tvm_fusion.frontends.torch.model import CONVERTERS
 
 from ..support.frontend_tools import Function
@@ -47,6 +50,56 @@ def test_the_error_beside_pytorch_is_in_the_report():
     compiled = tvm_fusion.compile(model(lambda x: torch.softmax(x @ x.T, -1)), "llvm")
     assert 0 <= compiled.report.verify.source_error < 1e-5
     assert "beside PyTorch" in str(compiled.report)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """As if the inputs were there; the threads that PyTorch ran the model in."""
+    threads, run = [], source._Source.run
+
+    def noted(self):
+        threads.append((threading.current_thread(), torch.is_inference_mode_enabled()))
+        return run(self)
+
+    monkeypatch.setattr(source._Source, "gpu", torch.device("cuda", 0))
+    monkeypatch.setattr(source._Source, "run", noted)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    return threads
+
+
+@pytest.mark.parametrize("infers", [False, True])
+def test_a_graph_on_a_gpu_is_run_by_pytorch_beside_planning(on_a_gpu, infers):
+    given, inputs = model(torch.tanh)
+    mod = planned_function(given, "llvm", example_inputs=inputs).mod
+    with torch.inference_mode(infers):
+        compiled = tvm_fusion.compile(mod, "llvm", source=(given, inputs))
+    assert 0 <= compiled.report.verify.source_error < 1e-5
+    ((thread, inferred),) = on_a_gpu
+    assert thread is not threading.main_thread()
+    assert not thread.is_alive()
+    assert inferred == infers
+
+
+def test_another_function_is_found_beside_planning(on_a_gpu):
+    given, inputs = model(torch.tanh)
+    mod = planned_function(given, "llvm", example_inputs=inputs).mod
+    with pytest.raises(VerificationError, match="another function than PyTorch runs: output 0"):
+        tvm_fusion.compile(mod, "llvm", source=(Function(torch.sigmoid), inputs))
+    (run,) = on_a_gpu
+    assert run[0] is not threading.main_thread()
+
+
+def test_what_pytorch_cannot_run_is_said_as_ever(on_a_gpu):
+    given, inputs = model(torch.tanh)
+    mod = planned_function(given, "llvm", example_inputs=inputs).mod
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        tvm_fusion.compile(mod, "llvm", source=(Function(lambda x: x @ x), inputs))
+
+
+def test_a_module_of_pytorch_runs_when_it_is_compared(on_a_gpu):
+    """It may depend on modes of the thread that calls, as its default device."""
+    tvm_fusion.compile(model(torch.tanh), "llvm")
+    assert [thread for thread, _ in on_a_gpu] == [threading.main_thread()]
 
 
 def test_what_agrees_in_float64_is_no_other_function(monkeypatch):

@@ -12,6 +12,7 @@ says why, and the rest of the plan stays.
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -150,7 +151,8 @@ def compile(
     found = None if kept is None else kept.found()
     if found is not None:
         return found
-    with writers_beside():
+    is_compared = bool(source and wanted) and not wishes.timed  # times are taken by themselves
+    with writers_beside(), original.run_beside() if is_compared else nullcontext():
         compiled = _checked_beside(read.planned(), wishes, original)
     if kept is not None and monotonic() - began > LEAST_S:
         kept.keep(compiled)
