@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from tvm.relax import op
 
-from tvm_fusion.config import load_profile
+from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
 from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper, hopper_ranked
 from tvm_fusion.kernels.gemm.hopper.plan import HopperConfig
 from tvm_fusion.kernels.gemm.hopper.problem import read_problems
+from tvm_fusion.kernels.gemm.kernel_class import Gemm
+from tvm_fusion.kernels.gemm.mma.rank import mma_ranked
+from tvm_fusion.plan.group_view import GroupView
 
 from ...support.gemm_cases import BRAIN, FLOAT, HALF, case, sigmoid
 from ...support.graphs import module, plan_of
@@ -170,3 +173,23 @@ def test_the_planner_takes_batch_norm_into_a_product_and_leaves_what_costs_more(
     (fused,) = groups(128, scale_shift_relu)
     assert fused.kernel_class == "gemm"
     assert [g.kernel_class for g in groups(4096, costly)] == ["pointwise", "gemm"]
+
+
+def test_computed_rows_of_a_transposed_product_are_predicted_as_they_are_written():
+    """The kernel of (f(x) w)^T calls f(x) its right operand, which wgmma takes from memory alone:
+    one launch, by mma.sync, took 221 us and not the 93 of wgmma (H200).
+    """
+
+    def emit(bb, x, w):
+        return op.permute_dims(bb.emit(op.matmul(bb.emit(op.nn.silu(x)), w)), (1, 0))
+
+    shapes = [(8192, 4096), (4096, 768)]
+    contraction = analyze_contraction(case("turned", emit, shapes, lambda x, w: [x]).func())
+    with pytest.raises(Unsupported, match="computed, not loaded"):
+        read_problems(contraction)
+    graph = plan_of(module(emit, *((s, HALF) for s in shapes)), "nvidia_h200").graph
+    outputs = tuple(t.id for t in graph.tensors if t.is_output)
+    whole = GroupView(graph, tuple(range(len(graph.ops))), outputs)
+    predicted = Gemm().accepts(whole, H200, load_policy(None)).seconds
+    written, _ = mma_ranked(contraction, H200, load_policy(None))[0]
+    assert predicted == pytest.approx(written, rel=0.25)

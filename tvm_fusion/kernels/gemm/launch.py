@@ -200,10 +200,17 @@ class GemmGroup:
         """Whether all columns of all pairs' runs have a partner, or none is read."""
         return all(width == 2 * distance for width, distance in self.pairs)
 
+    @property
+    def is_turned(self) -> bool:
+        """Whether left operands are what the kernel calls B: its first output lies along rows."""
+        return next(iter(self.outputs.written_along.values()), "columns") == "rows"
+
     @cached_property
     def computes_left(self) -> bool:
         """Whether the left operand is computed, and wgmma can take it on its way."""
-        return self.computed(0) and computes_left(self.group, self.products, self.hw)
+        if self.is_turned or not self.computed(0):
+            return False
+        return computes_left(self.group, self.products, self.hw)
 
     @property
     def left_s(self) -> float:
