@@ -115,9 +115,9 @@ def decided(monkeypatch) -> list[int]:
     """The operators of the graphs that are planned."""
     sizes, decide = [], variants.decide
 
-    def counted(graph, *rest):
+    def counted(graph, *rest, **more):
         sizes.append(len(graph.ops))
-        return decide(graph, *rest)
+        return decide(graph, *rest, **more)
 
     monkeypatch.setattr(variants, "decide", counted)
     return sizes

@@ -17,6 +17,7 @@ from tvm_fusion.flow import planned as planned_functions
 from tvm_fusion.flow.kernel_writers import Job, KernelWriters, current_writers, writers_beside
 from tvm_fusion.flow.kernels_ahead import KernelsAhead
 from tvm_fusion.flow.planned import Planned
+from tvm_fusion.plan.search import search
 from tvm_fusion.runtime.build.cuda_compiler import Compiler, DeviceCode
 
 from ..support.graphs import module
@@ -249,6 +250,26 @@ def test_kernels_of_the_best_plan_so_far_are_begun_before_the_last_one_is_there(
             found.write(ahead)
     assert so_far
     assert offered[-1] == so_far
+
+
+def test_kernels_are_begun_before_the_first_plan_is_improved(monkeypatch):
+    begun, improve = [], search.improve
+    noting = Noting()
+
+    def improved(*what):
+        begun.append([*noting.given])
+        return improve(*what)
+
+    monkeypatch.setattr(search, "improve", improved)
+    monkeypatch.setattr(kernel_writers, "_count", lambda mod: 1)
+    monkeypatch.setattr(kernel_writers, "KernelWriters", lambda *_: noting)
+    mod = module(lambda bb, x: bb.emit(op.nn.softmax(bb.emit(op.exp(x)))), ((64, 256), "float16"))
+    with writers_beside():
+        found = Planned.of(mod, TARGET, H200, POLICY)
+        noting.given.clear()
+        written(found, noting)
+    assert begun[0]
+    assert begun[0] == [name for name in noting.given if name != "stopped"]  # of the last plan
 
 
 def test_the_last_plan_is_applied_once_if_it_was_the_best_before(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import tvm
 from tvm import relax
@@ -50,13 +50,14 @@ class _Device:
 @dataclass(frozen=True, eq=False)
 class _Variant:
     """A module with some rewrites: opened, and what comes of it when somebody asks; `few` where it
-    has a few layers of those that it stands for.
+    has a few layers of those that it stands for. `told` hears of plans that are like its own.
     """
 
     opened: tvm.IRModule
     to: _Device
     rewrites: tuple[str, ...] = ()
     few: FewLayers | None = None
+    told: Told | None = None
 
     @cached_property
     def lowered(self) -> tuple[tvm.IRModule, FusionGraph]:
@@ -73,16 +74,18 @@ class _Variant:
     @cached_property
     def plan(self) -> FusionPlan:
         """Planned."""
-        graph = self.graph
+        low, graph = self.lowered
+        told = self.told and partial(self.told, low, graph)
         with stage("deciding"):
-            return replace(decide(graph, self.to.hw, self.to.policy), rewrites=self.rewrites)
+            found = decide(graph, self.to.hw, self.to.policy, told=told)
+        return replace(found, rewrites=self.rewrites)
 
     def rewritten(self, name: str) -> _Variant | None:
         """The variant with one more rewrite; None if that finds nothing to do."""
         opened = rewrite(self.opened, name, self.to.target, self.to.hw)
         if opened.same_as(self.opened):
             return None
-        return replace(self, opened=opened, rewrites=(*self.rewrites, name))
+        return replace(self, opened=opened, rewrites=(*self.rewrites, name), told=None)
 
     @property
     def counts(self) -> Iterable[float]:
@@ -215,6 +218,8 @@ class _Search:
     def best(self) -> _Variant:
         """The whole module with the rewrites that gain."""
         best, passed_over = self.few or self.wholes[()], None
+        if kernel_writers.current_writers() is not None:
+            best = replace(best, told=self._told)
         names = candidates(best.to.hw, best.to.policy)
         for name in stepped("rewrites tried", names, len(names)):
             bases = [base for base in (best, passed_over) if base is not None]

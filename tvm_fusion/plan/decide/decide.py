@@ -24,7 +24,7 @@ the whole module at the end is for these.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from ...config import HardwareProfile, Policy
@@ -60,6 +60,7 @@ def decide(
     forbidden: Names = frozenset(),
     caution: Caution | None = None,
     probed: Mapping[GroupKey, Resources] | None = None,
+    told: Callable[[FusionPlan], None] | None = None,
 ) -> FusionPlan:
     """The plan of the fusions that surely gain, each with its evidence.
 
@@ -74,10 +75,12 @@ def decide(
         None takes that of the policy and of the device's residual (`caution_of`).
     probed : mapping of `cost.probe.group_key` to Resources, optional
         What groups were found to need.
+    told : callable, optional
+        Is given a plan that is like the last one, as soon as there is one (see `search`).
     """
     caution = caution or caution_of(hw, policy)
     alone = unfused_plan(graph, hw, policy)
-    hopeful = search(graph, hw, policy, forbidden, probed=probed)
+    hopeful = search(graph, hw, policy, forbidden, probed=probed, told=told)
     sure = cut_unsure(graph, hopeful, alone, caution)
     unfused = unfused_times(alone)
     if _shapes(sure) == _shapes(hopeful):

@@ -6,7 +6,7 @@ others follow them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from ...config import HardwareProfile, Policy
 from ...cost.probe import GroupKey
@@ -215,6 +215,8 @@ def _joined(state: State, core: tuple[int, ...]) -> bool:
     return not isinstance(state.cost(first), Refusal)
 
 
+First = Callable[[Solution], None] | None
+
 TWO_ORDERS = 300  # operators up to which there is time for two orders of merging
 
 
@@ -226,6 +228,7 @@ def search(
     caution: Caution | None = None,
     probed: Mapping[GroupKey, Resources] | None = None,
     structures: Structures | None = None,
+    told: Callable[[FusionPlan], None] | None = None,
 ) -> FusionPlan:
     """Finds a fusion plan.
 
@@ -244,6 +247,8 @@ def search(
     structures : Structures, optional
         What is known of structures of groups; None takes what this process has found out for the
         same device and policy.
+    told : callable, optional
+        Is given the plan before it is improved; not where the graph follows a short form of it.
 
     Returns
     -------
@@ -251,16 +256,20 @@ def search(
         Every operator in exactly one owning group; groups in an order in which they can run.
     """
     evaluator = Evaluator(graph, hw, policy, forbidden, caution, probed or {}, structures)
+
+    def first(launches: Solution) -> None:
+        told(plan_from(evaluator, launches, explain=False))
+
     with uncollected():
-        return plan_from(evaluator, solve(evaluator))
+        return plan_from(evaluator, solve(evaluator, first if told else None))
 
 
-def solve(evaluator: Evaluator) -> Solution:
-    """The solution behind `search`."""
-    return _solved(evaluator, {})
+def solve(evaluator: Evaluator, first: First = None) -> Solution:
+    """The solution behind `search`; `first` is given the one that is improved."""
+    return _solved(evaluator, {}, first)
 
 
-def _solved(evaluator: Evaluator, known: dict[tuple, Solution]) -> Solution:
+def _solved(evaluator: Evaluator, known: dict[tuple, Solution], first: First = None) -> Solution:
     """The same; `known` has the solutions of short forms: forms of other lengths have them, too."""
     if not evaluator.forbidden:  # these tell equal layers apart
         repeats = find_repeats(evaluator.graph, evaluator.wiring.number, LEAST_PERIODS)
@@ -271,30 +280,32 @@ def _solved(evaluator: Evaluator, known: dict[tuple, Solution]) -> Solution:
             found = form.expand(known[wired], evaluator)
             if found is not None:
                 return found
-    return solve_whole(evaluator)
+    return solve_whole(evaluator, first)
 
 
-def solve_whole(evaluator: Evaluator) -> Solution:
+def solve_whole(evaluator: Evaluator, first: First = None) -> Solution:
     """A solution found by planning all of the graph, however it repeats itself; that of an equal
     graph, if there was one: a model and one of few of its layers have the same short form.
     """
     caution = evaluator.caution
     by_names = evaluator.forbidden or evaluator.probed
     if by_names or (caution is not None and caution.residual is not evaluator.residual):
-        return _improved(evaluator)
+        return _improved(evaluator, first)
     graph, key = evaluator.graph, (caution, evaluator.wiring.whole())
     known = evaluator.structures.solved.get(key)
     if known is not None:
         return tuple(Launch(x, tuple(graph.ops[op].outputs[n] for op, n in y)) for x, y in known)
-    found = _improved(evaluator)
+    found = _improved(evaluator, first)
     places = {t: (op.id, n) for op in graph.ops for n, t in enumerate(op.outputs)}
     places = tuple((x.members, tuple(map(places.__getitem__, x.stores))) for x in found)
     evaluator.structures.keep_solved(key, places)
     return found
 
 
-def _improved(evaluator: Evaluator) -> Solution:
+def _improved(evaluator: Evaluator, first: First) -> Solution:
     found = greedy_solution(evaluator)
+    if first is not None:
+        first(found)
     return improve(evaluator.graph, evaluator, found, evaluator.policy)
 
 
