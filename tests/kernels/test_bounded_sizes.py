@@ -6,9 +6,12 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.errors import Unsupported
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.frontends import load
 from tvm_fusion.ir.extents import Bounds, known_sizes
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.skinny.kernel import emit_gemm_skinny
 from tvm_fusion.transform.apply.materialize import materialize
 
 from ..support.module_on_cpu import EmulatedModule
@@ -40,6 +43,7 @@ PROGRAMS = {
     "columns of rows": (lambda x: torch.softmax(x, -1), (9, "n")),
     "rows of product": (lambda x, w: F.gelu(x @ w), ("n", 64), (64, 96)),
     "columns of product": (lambda x, w: F.relu(x @ w), (40, 64), (64, "n")),
+    "last row of product": (lambda x, w: x[-1:] @ w, ("n", 512), (512, 256)),
     "terms of product": (lambda x, w: F.relu(x @ w), (40, "n"), ("n", 64)),
     "attention": (attention, *[(1, 2, "n", 64)] * 3),
     "attention with a bias": (attention_with_bias, *[(1, 2, "n", 64)] * 3, (1, 2, "n", "n")),
@@ -101,3 +105,19 @@ def check(planned, name, sizes):
         (found,) = emulated([x.numpy() for x in inputs])
         wanted = forward(*(x.double() for x in inputs))
         torch.testing.assert_close(torch.tensor(found).double(), wanted, atol=8e-3, rtol=8e-3)
+
+
+def test_kernels_for_few_rows_count_in_32_bits_where_these_reach_all_that_there_may_be():
+    """The last row of so many has the kernel that one row has."""
+    planned = planned_of("last row of product", Dim("n", max=50))
+    emit_gemm_skinny(contraction_of(planned), H200)
+    check(planned, "last row of product", (1, 50))
+    for dim in (Dim("n"), Dim("n", max=2**22)):
+        with pytest.raises(Unsupported, match="32-bit"):
+            emit_gemm_skinny(contraction_of(planned_of("last row of product", dim)), H200)
+
+
+def contraction_of(planned):
+    found = materialize(planned.low, planned.graph, planned.plan)
+    (name,) = found.groups
+    return analyze_contraction(found.mod[name])

@@ -28,7 +28,7 @@ from tvm import tirx
 from tvm.ir import Expr, StringImm, TensorLoad, Var
 
 from ..config import HardwareProfile, Policy
-from ..ir.extents import Bounds, known_sizes
+from ..ir.extents import SIZES_ATTR, Bounds, known_sizes, with_known_sizes
 from ..ir.graph import VERSIONS_ATTR
 from .forms import Ranked, Writer
 from .gpu.ahead import READS_AHEAD
@@ -186,7 +186,7 @@ def symbolic_size(func: tirx.PrimFunc, passed: bool = False) -> Var | None:
 
 
 def with_size(func: tirx.PrimFunc, size: Var, value: int | Expr) -> tirx.PrimFunc:
-    """A fused PrimFunc at one value of its symbolic size."""
+    """A fused PrimFunc at one value of a symbolic size."""
     number = constant(value, dtype_of(size)) if isinstance(value, int) else value
     renewed: dict[Var, Any] = {size: number}
 
@@ -200,7 +200,11 @@ def with_size(func: tirx.PrimFunc, size: Var, value: int | Expr) -> tirx.PrimFun
         renewed[param] = tirx.decl_buffer(shape, str(param.ty.dtype), param.name)
     body = tvm_ffi.structural_map(func.body, [(Var, renew), *_FOLDS])
     params = [p if p.same_as(size) else renewed.get(p, p) for p in func.params]
-    return tirx.PrimFunc(params, body, func.ret_type, attrs=func.attrs)
+    found = tirx.PrimFunc(params, body, func.ret_type, attrs=func.attrs)
+    if SIZES_ATTR not in (func.attrs or {}):
+        return found
+    others = {var: bounds for var, bounds in known_sizes(func).items() if not var.same_as(size)}
+    return with_known_sizes(found.without_attr(SIZES_ATTR), others)
 
 
 def tables_by_size(

@@ -304,8 +304,8 @@ def _agree(a: Expr, b: Expr) -> tuple[Expr, Expr]:
 @contextmanager
 def open_kernel(contraction: Contraction) -> Iterator[Frame]:
     """Opens a TIRx PrimFunc with the contraction's parameters; its body is the `with` block."""
-    static = all(isinstance(n, int) for p in contraction.params for n in (p.shape or ()))
-    small = static and all(p.elements <= INT32_ELEMENTS for p in contraction.params)
+    sizes = [p.most for p in contraction.params if p.shape is not None]
+    small = all(most is not None and most <= INT32_ELEMENTS for most in sizes)
     with IRBuilder() as ir, builder.prim_func():
         T.func_name(contraction.name or "main")
         frame = Frame(contraction, {}, "int32" if small and contraction.is_static else "int64")

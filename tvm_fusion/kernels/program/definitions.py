@@ -10,6 +10,7 @@ for i, k in T.grid(M, N):
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -29,6 +30,7 @@ from ...ir.blocks import (
     read_scan,
     term_of,
 )
+from ...ir.extents import bounds_within, known_sizes
 from .expr import extent_of, number, same
 from .extents import equal_sizes
 from .program import Extent, Param, ReduceKind
@@ -95,14 +97,16 @@ def shape_of(buffer: Var) -> tuple[Extent, ...]:
 
 def read_params(func: tirx.PrimFunc) -> tuple[Param, ...]:
     """The parameters of `func`; strided or offset buffers are refused."""
-    params = []
+    params, known = [], known_sizes(func)
     for var in func.params:
         if not isinstance(var.ty, tirx.BufferType):
             params.append(Param(var.name, None, str(var.ty.dtype), var))
             continue
         if len(var.ty.strides or ()) or number(var.ty.elem_offset) not in (None, 0):
             raise Unsupported(f"parameter {var.name} is a strided view")
-        params.append(Param(var.name, shape_of(var), str(var.ty.dtype), var))
+        shape = shape_of(var)
+        most = bounds_within(math.prod(shape), known).most
+        params.append(Param(var.name, shape, str(var.ty.dtype), var, most))
     return tuple(params)
 
 

@@ -65,12 +65,16 @@ class Level(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Param:
-    """Parameter of the PrimFunc: a buffer, or (``shape is None``) a number passed by value."""
+    """Parameter of the PrimFunc: a buffer, or (``shape is None``) a number passed by value.
+
+    `most` is how many elements it has at most, by the bounds of symbolic sizes; None if not known.
+    """
 
     name: str
     shape: tuple[Extent, ...] | None
     dtype: str
     var: Var
+    most: int | None = None
 
     @property
     def elements(self) -> Extent:

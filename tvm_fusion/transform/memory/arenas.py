@@ -31,7 +31,6 @@ outputs of all sizes holds a few of each octave, not all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import tvm
@@ -46,6 +45,7 @@ from .arena import ArenaPlan, SymbolicTensor, plan_arena
 from .plan_memory import (
     SETTLE,
     Lives,
+    host_function,
     is_allocation,
     settle_offset,
     with_body,
@@ -223,7 +223,7 @@ def _in_kept_sizes(block: relax.BindingBlock, builder: relax.BlockBuilder) -> re
         variables = list(relax.analysis.tir_vars_in_type(relax.ShapeType([size])))
         is_arena = binding.var.name == _ARENA
         make = _keep_arena if is_arena else _round_bytes
-        function = builder.add_func(_of(_made(make), variables, size), make.__name__.lstrip("_"))
+        function = builder.add_func(_of(make(), variables, size), make.__name__.lstrip("_"))
 
         def asked(*more: object, of: relax.Expr = function, about: tuple = (*variables,)) -> Any:
             call = relax.Call(of, [*about, *map(relax.prim_value, more)], ty_args=[_BYTES])
@@ -235,17 +235,6 @@ def _in_kept_sizes(block: relax.BindingBlock, builder: relax.BlockBuilder) -> re
         if is_arena:
             bindings.append(relax.VarBinding(tirx.Var("_", "int64"), asked(taken)))
     return relax.BindingBlock(bindings)
-
-
-def _made(make: Callable[[], tirx.PrimFunc]) -> tirx.PrimFunc:
-    """What a function makes, with variables of its own."""
-    return tvm.ir.load_json(_text(make))
-
-
-@cache
-def _text(make: Callable[[], tirx.PrimFunc]) -> str:
-    """As JSON, which is read in no time; a script takes 0.3 CPU s."""
-    return tvm.ir.save_json(make())
 
 
 def _of(func: tirx.PrimFunc, variables: Sequence[tvm.ir.Var], size: tvm.ir.Expr) -> tirx.PrimFunc:
@@ -263,14 +252,11 @@ def _substituted(value: Any, by: Callable[[tvm.ir.Var], tvm.ir.Expr]) -> Any:
 
 def _round_bytes() -> tirx.PrimFunc:
     """A function of the host from bytes to bytes: rounded up by an eighth at most, or to a page."""
-
-    @T.prim_func(s_tir=True)
-    def round_bytes(needed: T.int64) -> T.int64:
-        T.func_attr({"tirx.is_host_func": True, "tirx.is_scheduled": True})
-        step: T.let[T.int64] = T.shift_left(T.int64(1), _shift(needed))
-        return (T.max(needed, T.int64(1)) + step - T.int64(1)) // step * step
-
-    return round_bytes
+    with host_function("round_bytes") as builder:
+        needed = T.arg("needed", tirx.Var("needed", "int64"))
+        T.func_ret(needed.ty)
+        T.Return(_rounded(needed))
+    return builder.get()
 
 
 def _keep_arena() -> tirx.PrimFunc:
@@ -279,24 +265,27 @@ def _keep_arena() -> tirx.PrimFunc:
 
     Two threads that write it at once may leave the smaller one, but each gets what it needs.
     """
-
-    @T.prim_func(s_tir=True)
-    def keep_arena(needed: T.int64, taken: T.int64) -> T.int64:
-        T.func_attr({"tirx.is_host_func": True, "tirx.is_scheduled": True})
-        cell: T.let[T.handle("int64")] = T.reinterpret(
-            T.handle("int64").ty, T.call_intrin("handle", "tirx.tvm_static_handle")
-        )
+    with host_function("keep_arena") as builder:
+        needed, taken = (T.arg(name, tirx.Var(name, "int64")) for name in ("needed", "taken"))
+        T.func_ret(needed.ty)
+        handle = T.call_intrin("handle", "tirx.tvm_static_handle")
+        cell = T.Bind(T.reinterpret(T.handle("int64").ty, handle))
         held = T.decl_buffer((1,), "int64", data=cell)
-        before: T.let[T.int64] = held[0]
-        if taken > before:
-            held[0] = taken
-        step: T.let[T.int64] = T.shift_left(T.int64(1), _shift(needed))
-        rounded: T.let[T.int64] = (T.max(needed, T.int64(1)) + step - T.int64(1)) // step * step
-        if taken == T.int64(0) and before > T.int64(0) and rounded > before:
-            T.call_packed("vm.builtin.memory_manager.clear")
-        return T.max(rounded, before)
+        before = T.Bind(held[0])
+        with T.If(taken > before), T.Then():
+            T.buffer_store(held, taken, [0])
+        rounded = T.Bind(_rounded(needed))
+        outgrown = tirx.all(taken == T.int64(0), before > T.int64(0), rounded > before)
+        with T.If(outgrown), T.Then():
+            T.evaluate(T.call_packed("vm.builtin.memory_manager.clear"))
+        T.Return(T.max(rounded, before))
+    return builder.get()
 
-    return keep_arena
+
+def _rounded(needed: tvm.ir.Expr) -> tvm.ir.Expr:
+    """A number of bytes, rounded up; binds what it takes."""
+    step = T.Bind(T.shift_left(T.int64(1), _shift(needed)))
+    return (T.max(needed, T.int64(1)) + step - T.int64(1)) // step * step
 
 
 def _shift(needed: tvm.ir.Expr) -> tvm.ir.Expr:
