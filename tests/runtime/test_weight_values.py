@@ -1,5 +1,8 @@
 """Weights of compiled modules: parameters that nobody gives, computed in the end."""
 
+import threading
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -93,6 +96,39 @@ def test_recipes_compute_alike_on_host_and_device(axes):
     assert kernel == Computed.by(recipe.kernel())
     assert kernel.digest() == Computed.by(recipe.kernel()).digest()
     assert kernel != Computed.by(Permuted((0, 2, 1), array.shape, "float32").kernel())
+
+
+def test_kernels_of_weights_are_compiled_beside_what_else_is_built(monkeypatch):
+    go, compiled_in = threading.Event(), []
+
+    def compile_functions(mod, target):
+        assert go.wait(60)
+        compiled_in.append(threading.current_thread())
+        return {gvar.name_hint: "kernel" for gvar in mod.get_global_vars()}, []
+
+    gpu = SimpleNamespace(type="cuda", exist=True)
+    monkeypatch.setattr(weight_values, "device_of", lambda target: gpu)
+    monkeypatch.setattr(
+        weight_values, "_on", lambda device, weight, kernels: kernels[weight.recipe]
+    )
+    given = weights.Weight("w", (3, 4), "float32", np.zeros((3, 4), "float32"))
+    turned = weights.Weight(
+        "t", (4, 3), "float32", None, Permuted((1, 0), (3, 4), "float32"), (given,)
+    )
+    values = weight_values.WeightValues({"main": (turned,)}, None, compile_functions)
+    values.begin()
+    go.set()
+    assert values.of("main") == ["kernel"]
+    assert len(compiled_in) == 1
+    assert compiled_in != [threading.current_thread()]
+
+
+def test_a_build_begins_with_its_weights(monkeypatch):
+    begun = []
+    monkeypatch.setattr(weight_values.WeightValues, "begin", lambda self: begun.append(self))
+    inputs = (torch.randn(4, 8),)
+    compiled = tvm_fusion.compile(torch.nn.Linear(8, 8), "llvm", example_inputs=inputs)
+    assert compiled.built.weights in begun
 
 
 def test_checks_of_other_values_stay():

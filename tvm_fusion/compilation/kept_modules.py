@@ -119,6 +119,7 @@ class Kept:
         weights = restored(facts["origins"], weights_of(mod))
         own = {name: tuple(weights[n] for n in each) for name, each in facts["weights"].items()}
         values = WeightValues(own, target, build_functions)
+        values.begin()
         behind = [weights[name] for name in facts["written"]]
         written = partial(_with_constants, self.folder / _WRITTEN, behind)
         library = load_library(self.folder / _LIBRARY)

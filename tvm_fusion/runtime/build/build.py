@@ -240,6 +240,8 @@ def build_entries(
         bound = WeightsAsParameters(entries, weights, given)
         own = [beside], [bound], [TrustParameters(weights, given)]
         lowered = lowering_pipeline(target, planned.append, plan_memory, *own)(mod)
+        values = WeightValues(weights, target, build_functions)
+        values.begin()
         rest = vm_build._vmcodegen(builder, lowered)
         functions = {g: f for g, f in rest.functions_items() if isinstance(f, tirx.PrimFunc)}
         if functions:
@@ -257,7 +259,7 @@ def build_entries(
         "target": target,
         "entries": tuple(entries),
         "written": lambda: mod,
-        "weights": WeightValues(weights, target, build_functions),
+        "weights": values,
         "kernels": {name: tuple(found) for name, found in launched.items()},
         "cuda_sources": cuda_sources(executable.mod),
         "resources": {r.name: r for code in codes for r in resources_of(code)},
