@@ -82,7 +82,8 @@ class Card:
         as a tag in the manner of TVM's.
         """
         tag, short = self.words.replace(" ", "-"), self.name.removeprefix("nvidia_")
-        return tuple(dict.fromkeys([short, self.words, f"{TAGS}{tag}", f"{TAGS}nvidia-{tag}"]))
+        tags = f"{TAGS}{tag}", f"{TAGS}nvidia-{tag}"
+        return tuple(dict.fromkeys([short, self.words, *tags, self.gpu.lower()]))
 
 
 @cache
@@ -97,8 +98,10 @@ def cards() -> tuple[Card, ...]:
 
 
 def card_named(name: str) -> Card | None:
-    """The card of a profile's name, an alias or a tag."""
-    return _by_name().get(name.lower())
+    """The card of a profile's name, an alias, a tag, or as its driver calls it; "RTX PRO 6000",
+    "rtx_pro_6000" and "rtx-pro-6000" are one name.
+    """
+    return {_joined(key): card for key, card in _by_name().items()}.get(_joined(name))
 
 
 def all_names() -> list[str]:
@@ -109,6 +112,10 @@ def all_names() -> list[str]:
 def card_names() -> list[str]:
     """The names of all cards."""
     return [card.name for card in cards()]
+
+
+def _joined(name: str) -> str:
+    return re.sub(r"[\s_-]+", "", name.lower())
 
 
 @cache
