@@ -7,11 +7,13 @@ from tvm import relax, tirx
 from tvm.relax import op
 
 import tvm_fusion
-from tvm_fusion.check.checked_sizes import SIZES, SMALL, checked_sizes
+from tvm_fusion.check import compiled
+from tvm_fusion.check.checked_sizes import SIZES, SMALL, checked_sizes, inputs_at
 from tvm_fusion.check.compiled import _runs
 from tvm_fusion.check.plain import plain_module
 from tvm_fusion.errors import VerificationError
 from tvm_fusion.kernels import registry
+from tvm_fusion.runtime.build.version_names import edges_among
 
 from ..support.graphs import module
 
@@ -138,6 +140,53 @@ def test_a_kernel_that_is_wrong_at_some_sizes_is_not_returned(monkeypatch, holds
     for rows in (1, 16, 33):
         x = np.random.default_rng(0).standard_normal((rows, 7)).astype("float32")
         np.testing.assert_allclose(compiled(x), (x * x).sum(1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "edges"),
+    [
+        (["f_upto_64_kernel", "f_upto_512_kernel", "f_beyond_kernel"], {64, 65, 512, 513}),
+        (["f_upto_16_and_33_to_64_kernel", "f_beyond_kernel"], {16, 17, 32, 33, 64, 65}),
+        (["f_of8_upto_1024_kernel", "f_of8_beyond_kernel", "f_beyond_kernel"], {1024, 1032}),
+        (["f_upto_8_queries_512_keys_kernel", "f_beyond_kernel"], {8, 9, 512, 513}),
+        (["f_upto_64_keys_kernel", "f_of8_rows_beyond_kernel", "f_beyond_kernel"], {64, 65}),
+        (["f_upto_4096_results_kernel", "f_beyond_kernel", "g_kernel"], set()),
+    ],
+)
+def test_edges_of_versions_are_told_by_names_of_kernels(kernels, edges):
+    assert edges_among(kernels) == edges
+
+
+def test_inputs_next_to_edges_are_drawn_within_bounds_and_while_references_are_quick():
+    (n,) = symbols()
+    mod = module(doubled, ((n, 512), "float32"))
+    lowered = plain_module(mod, LLVM)
+
+    def rows(sizes):
+        return [inputs[0].shape[0] for inputs in inputs_at(mod, sizes, lowered)]
+
+    assert rows({700, 65, 1 << 20, 64}) == [64, 65, 700]
+    main = mod["main"].with_attr("tir_var_upper_bound", {"n0": 900})
+    mod.update_func(mod.get_global_var("main"), main)
+    assert rows({700, 65, 1 << 20, 4096}) == [65, 700, 900]
+
+
+def test_a_kernel_that_is_wrong_beyond_an_edge_is_not_returned(monkeypatch):
+    classes = {
+        name: (RightAt(c, lambda n: n <= 200), kinds)
+        for name, (c, kinds) in registry._FAMILIES.items()
+    }
+    monkeypatch.setattr(registry, "_FAMILIES", classes)
+    mod = module(doubled, ((*symbols(), 7), "float32"))
+    x = np.ones((201, 7), "float32")
+    returned = tvm_fusion.compile(mod, "llvm")  # at other sizes it is right
+    assert not np.allclose(returned(x), 7)
+    monkeypatch.setattr(compiled, "edges_among", lambda _: {200, 201})
+    try:
+        returned = tvm_fusion.compile(mod, "llvm")
+    except VerificationError:
+        return
+    np.testing.assert_allclose(returned(x), 7 * np.ones(201), rtol=1e-5)
 
 
 def test_sizes_that_a_model_does_not_take_are_left_out(caplog):

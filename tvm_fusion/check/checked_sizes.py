@@ -30,6 +30,7 @@ MOST_POINTS = 1 << 21
 # The end of the last row of a masked sum is decided by two elements: one input in four hides there
 # that the mask is gone.
 SHORT = 1 << 23
+MOST_AT_SIZES = 1 << 25  # of all sizes beside those of the draws together
 _DRAWS = ((6, SHORT), (2, 1 << 27), (1, math.inf))
 
 _BY_PLACE = frozenset(
@@ -50,6 +51,23 @@ def drawn_inputs(
     """
     sizes = checked_sizes(mod["main"], number, lowered)
     return random_inputs(mod["main"], number, sizes, extreme=is_extreme(number))
+
+
+def inputs_at(
+    mod: tvm.IRModule, sizes: Iterable[int], lowered: tvm.IRModule
+) -> Iterator[list[Any]]:
+    """Random inputs of `main` with all symbolic sizes at each of some values, the smallest first,
+    as far as the module allows these and the references of all are quick.
+    """
+    main, left, seen = mod["main"], MOST_AT_SIZES, set()
+    for size in sorted(sizes):
+        found = _sizes(main, symbols_of(main), (size,), 0)
+        left -= points_of(lowered, max(found.values(), default=1))
+        if left < 0:
+            return
+        if tuple(found.values()) not in seen:
+            seen.add(tuple(found.values()))
+            yield random_inputs(main, 0, found)
 
 
 def assumed_inputs(mod: tvm.IRModule, size: int) -> tuple[list[Any], dict[str, int]]:

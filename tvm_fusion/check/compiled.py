@@ -34,10 +34,11 @@ from ..ir.weights import with_values
 from ..plan.plan import PlannedGroup
 from ..runtime.build.build import Built
 from ..runtime.build.guards import may_refuse
+from ..runtime.build.version_names import edges_among
 from ..transform.apply.materialize import materialize
 from .allowance import Reference
 from .bounds.rounded_products import with_rounded_products
-from .checked_sizes import draw_count, drawn_inputs, is_extreme, symbols_of
+from .checked_sizes import draw_count, drawn_inputs, inputs_at, is_extreme, symbols_of
 from .index_checks import IndexChecks, quick_checks
 from .plain import plain_module
 from .reference import runner
@@ -126,6 +127,7 @@ def check_compiled(
     on_examples = False
     try:
         references = references_of(made.planned, mod)
+        references += _at_edges(references[0], made, mod)
     except RefusesAll as error:
         references = _references_on(examples(), made.planned, mod)
         if not references:
@@ -217,6 +219,17 @@ def references_of(planned: Planned, mod: tvm.IRModule) -> list[Reference]:
         )
         return references
     raise RefusesAll
+
+
+def _at_edges(first: Reference, made: BuiltPlan, mod: tvm.IRModule) -> list[Reference]:
+    """References at the sizes on both sides of where versions of kernels take turns, if the model
+    takes whatever is drawn.
+    """
+    kernels = itertools.chain.from_iterable(made.built.kernels.values())
+    if not (edges := edges_among(kernels)) or may_refuse(mod):
+        return []
+    found = (first.on(inputs) for inputs in inputs_at(made.planned.mod, edges, mod))
+    return [reference for reference in found if _runs(reference)]
 
 
 def _takes(reference: Reference, checks: IndexChecks | None) -> bool:

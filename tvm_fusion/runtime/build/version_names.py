@@ -43,6 +43,20 @@ def versions_among(kernels: Iterable[str]) -> tuple[str, ...]:
     return tuple(_told(match[2]) for match in matches if match)
 
 
+def edges_among(kernels: Iterable[str]) -> set[int]:
+    """The sizes on both sides of where versions take turns, by the names of kernels; those of
+    results are none.
+    """
+    found: set[int] = set()
+    for match in filter(None, map(_VERSION.fullmatch, kernels)):
+        name = re.sub(r"\d+_results", "", match[2])
+        multiple = re.match(r"of(\d+)_", name)
+        for start, end in re.findall(r"(?:upto|(\d+)_to|keys|queries)_(\d+)", name):
+            found |= {int(end), int(end) + (int(multiple[1]) if multiple else 1)}
+            found |= {int(start) - 1, int(start)} if start else set()
+    return found
+
+
 def _told(name: str) -> str:
     """``of8_upto_64`` is "multiples of 8 up to 64"."""
     told = re.sub(r"of(\d+)_", r"multiples of \1 ", name.replace("upto_", "up to "))
