@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +13,7 @@ from tvm import te, tirx
 from tvm.relax import op
 from tvm.script import tirx as T
 
-from tvm_fusion.config import HardwareProfile, load_policy, load_profile
+from tvm_fusion.config import HardwareProfile, load_policy, load_profile, resolve_target
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
 from tvm_fusion.kernels.gemm.mma import kernel as kernel_of_warps
@@ -147,6 +148,19 @@ def test_other_products_have_no_deep_rings():
     assert not any(c.is_deep for _, c in ring_of(16, H200))  # Hopper's form is there
     assert not any(c.is_deep for _, c in ring_of(512, SM90))
     assert not any(c.is_deep for _, c in ring_of(16, SM90, terms=4098))  # no copies of 16 bytes
+
+
+@pytest.mark.parametrize("tile", [*TILES, *rank.DEEP_TILES])
+def test_no_loop_of_a_single_turn_is_unrolled(tile):
+    found = case("turns", graphs.linear, [(16, 4096), (64, 4096)], lambda x, w: [x @ w.T])
+    source = cuda_source(emit(found, MmaConfig(*tile, 64, 3)))
+    assert not re.search(r"#pragma unroll\n *for \(int \w+ = 0; \w+ < 1;", source)
+
+
+@pytest.mark.parametrize(("card", "deep"), [("b200", True), ("a100", False), ("rtx5090", False)])
+def test_rings_are_deep_where_memory_has_more_under_way_than_others_hold(card, deep):
+    hw = resolve_target(f"nvidia_{card}")[1]
+    assert any(c.is_deep for _, c in ring_of(16, hw)) == deep
 
 
 def test_a_ring_does_not_exceed_shared_memory():

@@ -62,6 +62,9 @@ MIN_STAGES = 3
 # pieces would take 0.97, and 256 rows of 4,096 columns 2.0 times, where mma.sync is the limit.
 DEEP_STAGES = (6, 8)
 MOST_DEEP_ROWS = 256
+# Four slices of 32 or 64 rows of weights are 16 or 32 KB. An A100 has 15 KB under way for each
+# multiprocessor, an H100 23, a B200 48.
+SHALLOW_BYTES = 20e3
 # Tiles for them alone: half of N = 4096 in columns of 64 leaves half of the device idle.
 DEEP_TILES = ((16, 32, 16, 16), (32, 32, 32, 16))
 
@@ -240,11 +243,13 @@ def _candidates(segments: Sequence[MmaSegment], hw: HardwareProfile, tf32: bool)
 
 
 def takes_deep_rings(rows: int, hw: HardwareProfile) -> bool:
-    """Whether products of plain operands, of so many rows, have rings of `DEEP_STAGES`: on Hopper
-    as sm_90, where they were measured. The form of Hopper takes such products on sm_90a.
+    """Whether products of plain operands, of so many rows, have rings of `DEEP_STAGES`: where a
+    multiprocessor's share of what memory has under way is more than shorter ones hold. They were
+    measured on Hopper as sm_90. The form of Hopper takes such products on sm_90a.
     """
-    measured = hw.architecture.is_rated_by_wgmma and not hw.architecture.has_wgmma
-    return measured and rows <= MOST_DEEP_ROWS
+    under_way = hw.hbm_bytes_per_s * hw.bytes_in_flight_latency_s / hw.num_sms
+    few = rows <= MOST_DEEP_ROWS
+    return few and under_way > SHALLOW_BYTES and not hw.architecture.has_wgmma
 
 
 def has_deep_rings(segments: Sequence[MmaSegment], hw: HardwareProfile) -> bool:
