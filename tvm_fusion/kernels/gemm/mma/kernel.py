@@ -173,7 +173,7 @@ class _MainLoop:
     ):
         self.kernel, self.loop, self.sums = kernel, loop, sums
         self.config = c = kernel.config
-        self.frame, self.tile, self.segment = kernel.frame, tile, segment
+        self.frame = kernel.frame
         stage_bytes, start = c.stage_bytes(len(loop.b)), 0
         self.loaders: list[Loader] = []
         for source in (loop.a, *loop.b):
@@ -209,32 +209,42 @@ class _MainLoop:
         c = self.config
         steps = ceil_div(self.loop.K, self.loaders[0].panel.terms)
         self.steps = steps if isinstance(steps, int) else T.Bind(convert(steps, "int32"))
-        self.first = self._first_step() if c.turned else None
         self._fill()
         if self.groups:
             self._split_by_block()
+            return
+        if c.is_deep and isinstance(self.steps, int):
+            self._by_rings(self.steps)
             return
         with T.serial(0, self.steps, unroll=False) as step:
             stage, following = T.Bind(step % c.stages), T.Bind((step + 1) % c.stages)
             emit = self._split_step if self.split else self._step
             emit(step, stage, following)
 
-    def _first_step(self) -> Expr | None:
-        """Which slice a tile begins with: those of all columns are spread over the terms."""
-        count = ceil_div(self.segment.segment.N, self.config.block_n)
-        if not isinstance(self.steps, int) or not isinstance(count, int) or self.others:
-            return None
-        return T.Bind(convert(self.tile.n, "int32") * self.steps // count)
+    def _by_rings(self, steps: int) -> None:
+        """The steps of a deep ring, a round of its stages at a time: addresses in shared memory are
+        constants then. A step of 16 x 32 is 30 instructions so, with the remainder by 8 in each
+        60, with that by 12 more; few warps wait for each of them.
+        """
+        stages = self.config.stages
+        rounds, rest = divmod(steps, stages)
+        if rounds:
+            with T.serial(0, rounds, unroll=False) as number:
+                for stage in range(stages):
+                    self._step_at(T.Bind(number * stages + stage), stage)
+        for stage in range(rest):
+            self._step_at(T.int32(rounds * stages + stage), stage)
 
-    def _slice_of(self, step: Expr) -> Expr:
-        """The slice that a step multiplies."""
-        if self.first is None:
-            return step
-        number = T.Bind(step + self.first)
-        return T.Select(number < self.steps, number, number - self.steps)
+    def _step_at(self, step: Expr, stage: int) -> None:
+        """A step whose stage is known."""
+        stages = self.config.stages
+        free = T.int32((stage - 1) % stages)
+        self._step(step, T.int32(stage), T.int32((stage + 1) % stages), free)
 
-    def _step(self, step: Expr, stage: Expr, following: Expr) -> None:
-        """A step, a round at a time: the next one's fragments arrive in registers meanwhile."""
+    def _step(self, step: Expr, stage: Expr, following: Expr, free: Expr | None = None) -> None:
+        """A step, a round at a time: the next one's fragments arrive in registers meanwhile. `free`
+        is the stage of the step before, where it is known.
+        """
         c = self.config
         for turn in range(c.rounds):
             last = turn == c.rounds - 1
@@ -243,7 +253,7 @@ class _MainLoop:
                 T.evaluate(T.cuda.cta_sync())
             self._read(following if last else stage, (turn + 1) % c.rounds)
             if turn == 0:
-                self._ahead(step)
+                self._ahead(step, free)
             self._multiply(turn)
 
     def _split_step(self, step: Expr, stage: Expr, following: Expr) -> None:
@@ -331,7 +341,7 @@ class _MainLoop:
         """A slice for the stage of its number; `stored`: at once, where it passes registers."""
         with T.If(self._exists(step)), T.Then():
             for loader in self.copies:
-                loader.copy(self._slice_of(step), step)
+                loader.copy(step, step)
             for loader in self.others:
                 loader.load(step)
                 if stored:
@@ -347,7 +357,7 @@ class _MainLoop:
     def _exists(self, step: Expr) -> Expr:
         return step < self.steps
 
-    def _ahead(self, step: Expr) -> None:
+    def _ahead(self, step: Expr, free: Expr | None = None) -> None:
         """What arrived in registers goes to its stage; the loads of a later step start."""
         c = self.config
         if self.others:
@@ -358,7 +368,7 @@ class _MainLoop:
         ahead = T.Bind(step + (c.stages - 1))
         with T.If(self._exists(ahead)), T.Then():
             for loader in self.copies:
-                loader.copy(self._slice_of(ahead), ahead % c.stages)
+                loader.copy(ahead, ahead % c.stages if free is None else free)
             for loader in self.others:
                 loader.load(ahead)
         if self.tabled:

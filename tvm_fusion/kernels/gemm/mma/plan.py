@@ -88,8 +88,6 @@ class MmaConfig(WarpTiles):
     wide : outputs leave through shared memory in stores of 16 bytes or aligned words, where they
         can.
     wgmma : float32 is split by the block and multiplied by warpgroups (`split.GroupProducts`).
-    turned : tiles of different columns begin with different terms, and end with those before them:
-        blocks that walk through long rows side by side do not all read the same few of their bytes.
     """
 
     step_bytes: int = 64
@@ -99,7 +97,6 @@ class MmaConfig(WarpTiles):
     wide: bool = True
     split: bool = False
     wgmma: bool = False
-    turned: bool = False
 
     @property
     def rounds(self) -> int:
