@@ -112,7 +112,7 @@ def mma_times(
     odd = dtype in HALF_DTYPES and (shifted or all(n % 2 for _, _, n, _ in launch.segments))
     rows = max(m for _, m, *_ in launch.segments)
     deep = ways == [(rank.Way.COPY, 16)] * 2 and not split and rank.takes_deep_rings(rows, hw)
-    flight = rank.flight_seconds(max(rank.DEEP_STAGES), hw)
+    flight = 0.0
     along_k = launch.window > 0 and launch.along_terms(launch.products[0])
     _, other, written, _ = launch.moved
     stored = rank.EPILOGUE_SECONDS / 128**2 * (1 + (other / written if other >= written else 0))
@@ -132,15 +132,18 @@ def mma_times(
         steps = -(-depth // step)
         tile = block_m, block_n, warps
         rings = {False: (alone, 1.0)}
-        ring = max(rank.DEEP_STAGES) * (block_m + block_n) * step
-        if deep and ring <= hw.smem_per_block_bytes:
+        most = hw.smem_per_block_bytes // ((block_m + block_n) * step)
+        stages = max((n for n in rank.DEEP_STAGES if n <= most), default=0)
+        if deep and stages:
+            flight = rank.flight_seconds(stages, hw)
             rings[True] = rank.DEEP_STEP_SECONDS, rank.DEEP_READS
         for deeper, (waits, reads) in rings.items():
             each = rank.tile_step_seconds(tile, step, size, units, flops, clock, split, deeper)
             each = max(each + waits, deeper * flight / min(turns, 2))
             body = steps * each + stored * block_m * block_n / min(turns, 2)
             runs = launch.runs(block_m, own)
-            start = rank.start_seconds(turns * body, odd)
+            few = deeper and block_m * block_n <= rank.FEW_CELLS
+            start = rank.FEW_START_SECONDS if few else rank.start_seconds(turns * body, odd)
             yield _other(launch, hw, "mma", "tensor", turns * body, start, runs, 4.0, reads)
 
 

@@ -55,12 +55,11 @@ MIN_STAGES = 3
 
 # Rings of products of few rows, which memory binds: what a multiprocessor has under way has to be
 # its share of the memory's rate times the latency, 25 bytes a ns and about 1 us on an H100
-# (Little's law). Two slices of 16 x 64 are 20 KB, seven are 70. Of 21 tiles of products of up to
-# 64 rows the best ring of 6 or 8 is 1.05 to 1.29 times as fast as the best of up to 5 (H200 as
-# sm_90, 2026-11-28, tests/results/portable_h200.json). With them products take 0.96 to 1.13 times
-# as long as by the form of Hopper; 16 x 4096 x 14336 takes 1.9 times as long, whose terms in four
-# pieces would take 0.97, and 256 rows of 4,096 columns 2.0 times, where mma.sync is the limit.
-DEEP_STAGES = (6, 8)
+# (Little's law). Two slices of 16 x 64 are 20 KB, seven are 70. 16 x 4096 x 4096 takes 10.1 us in
+# tiles of 16 x 32 with rings of 16, 11.2 with 8, 13.0 with 6; by the form of Hopper 10.8 (H200 as
+# sm_90, 2026-11-28, tests/results/portable_h200.json). 256 rows of 4,096 columns take 2.0 times as
+# long as by the form of Hopper: mma.sync's products alone would take 1.1 times.
+DEEP_STAGES = (6, 8, 16)
 MOST_DEEP_ROWS = 256
 # Four slices of 32 or 64 rows of weights are 16 or 32 KB. An A100 has 15 KB under way for each
 # multiprocessor, an H100 23, a B200 48.
@@ -154,6 +153,11 @@ PORT_BYTES, DEEP_PORT_BYTES = 33, 53
 # `gemm.skinny.rank` has it.
 DEEP_STEP_SECONDS = 3e-8
 DEEP_READS = 1.12
+# Start of tiles of so many cells at most, and the share of memory's latency that is waited for: 12
+# kernels of 16 x 4096 x 4096, rings of 3 to 16 (H200 as sm_90), which were predicted 1.2 to 1.3
+# times as long without these.
+FEW_CELLS, FEW_START_SECONDS = 64 * 64, 2.4e-6
+WAITED_LATENCY = 0.78
 
 # Cycles of a multiprocessor for what each warp does beyond 16-byte copies to 16 bytes a thread.
 SMALL_PIECE_CYCLES = 3.9
@@ -465,7 +469,9 @@ def _seconds(
     each = max(each, (flight + epilogue) / tiles / resident)
     rate = hw.hbm_bytes_per_s * (DEEP_READS if c.is_deep else 1.0)
     busy = math.hypot((turns * each) ** 2, (beside.moved_bytes / rate) ** 2) ** 0.5
-    start = hw.kernel_gap_us * 1e-6 + start_seconds(busy, beside.odd)
+    few = c.is_deep and c.block_m * c.block_n <= FEW_CELLS
+    start = FEW_START_SECONDS if few else start_seconds(busy, beside.odd)
+    start += hw.kernel_gap_us * 1e-6
     return start + busy + beside.operations_s
 
 
@@ -480,7 +486,7 @@ def flight_seconds(stages: int, hw: HardwareProfile) -> float:
     """A step of a block that waits for nothing but memory, with all but one of its slices under
     way.
     """
-    return hw.bytes_in_flight_latency_s / (stages - 1)
+    return WAITED_LATENCY * hw.bytes_in_flight_latency_s / (stages - 1)
 
 
 def _residuals(contraction: Contraction, segments: Sequence[MmaSegment]) -> float:
