@@ -54,16 +54,25 @@ def test_the_error_beside_pytorch_is_in_the_report():
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """As if the inputs were there; the threads that PyTorch ran the model in."""
-    threads, run = [], source._Source.run
+    """As if the inputs were there; the threads that PyTorch ran the model in, their modes, and
+    the threads whose streams these took.
+    """
+    threads, run, streams = [], source._Source.run, threading.local()
 
     def noted(self):
-        threads.append((threading.current_thread(), torch.is_inference_mode_enabled()))
+        of = getattr(streams, "of", threading.current_thread())
+        threads.append((threading.current_thread(), torch.is_inference_mode_enabled(), of))
         return run(self)
+
+    @contextlib.contextmanager
+    def on_stream(of):
+        streams.of = of
+        yield
 
     monkeypatch.setattr(source._Source, "gpu", torch.device("cuda", 0))
     monkeypatch.setattr(source._Source, "run", noted)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: threading.current_thread())
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
     return threads
 
 
@@ -74,10 +83,11 @@ def test_a_graph_on_a_gpu_is_run_by_pytorch_beside_planning(on_a_gpu, infers):
     with torch.inference_mode(infers):
         compiled = tvm_fusion.compile(mod, "llvm", source=(given, inputs))
     assert 0 <= compiled.report.verify.source_error < 1e-5
-    ((thread, inferred),) = on_a_gpu
+    ((thread, inferred, stream_of),) = on_a_gpu
     assert thread is not threading.main_thread()
     assert not thread.is_alive()
     assert inferred == infers
+    assert stream_of is threading.current_thread()  # where inputs may be written yet
 
 
 def test_another_function_is_found_beside_planning(on_a_gpu):
@@ -99,7 +109,7 @@ def test_what_pytorch_cannot_run_is_said_as_ever(on_a_gpu):
 def test_a_module_of_pytorch_runs_when_it_is_compared(on_a_gpu):
     """It may depend on modes of the thread that calls, as its default device."""
     tvm_fusion.compile(model(torch.tanh), "llvm")
-    assert [thread for thread, _ in on_a_gpu] == [threading.main_thread()]
+    assert [thread for thread, *_ in on_a_gpu] == [threading.main_thread()]
 
 
 def test_what_agrees_in_float64_is_no_other_function(monkeypatch):

@@ -108,17 +108,18 @@ class Original:
         first call its libraries look for kernels and load them, for seconds in which Python has
         nothing to do (of EfficientNet 5 of 30 s, H200).
 
-        Of a graph with all devices and types in it: a thread has no modes of the one that calls.
+        Of a graph with all devices and types in it: a thread has no modes of the one that calls,
+        nor its stream, on which inputs may be written yet.
         """
         source = self.in_torch
         if source is None or source.not_run() is not None or source.gpu is None:
             yield
             return
         torch = sys.modules["torch"]
-        infers = torch.is_inference_mode_enabled()
+        infers, stream = torch.is_inference_mode_enabled(), torch.cuda.current_stream(source.gpu)
 
         def run() -> _Ran:
-            with torch.cuda.device(source.gpu), torch.inference_mode(infers):
+            with torch.cuda.stream(stream), torch.inference_mode(infers):
                 return source.run()
 
         with ThreadPoolExecutor(1) as pool:
