@@ -14,6 +14,7 @@ static void tvmf_async_wait2() { async_land(2); }
 static void tvmf_async_wait3() { async_land(3); }
 static void tvmf_async_wait4() { async_land(4); }
 static void tvmf_async_wait6() { async_land(6); }
+static void tvmf_async_wait14() { async_land(14); }
 
 static void tvmf_load_pair(void* d, const void* s, long long at, long long end, int valid) {
   long long low = at & ~15LL;
