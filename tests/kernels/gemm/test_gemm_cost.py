@@ -19,7 +19,7 @@ from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
 from tvm_fusion.kernels.gemm.forms import WRITER
 from tvm_fusion.kernels.gemm.hopper.configs import tile_of
-from tvm_fusion.kernels.gemm.hopper.cost import GemmTile, gemm_time
+from tvm_fusion.kernels.gemm.hopper.cost import GemmTile, GemmWork, gemm_seconds, gemm_time
 from tvm_fusion.kernels.gemm.hopper.kernel import hopper_ranked
 from tvm_fusion.kernels.gemm.mma import rank
 from tvm_fusion.kernels.gemm.mma.plan import MmaConfig
@@ -391,3 +391,14 @@ def test_every_form_ranks_a_contraction_or_refuses_it(case):
         with contextlib.suppress(Unsupported):
             assert form.rank(contraction, H200, load_policy(None))[0][0] > 0
     assert WRITER.ranked(contraction, H200, load_policy(None))
+
+
+@pytest.mark.parametrize("size", [(64, 512, 64), (777, 1024, 4096), (8192, 8192, 512)])
+@pytest.mark.parametrize("columns", [64, 128, 256])
+def test_a_tile_that_is_left_out_is_no_faster_than_what_is_known(size, columns):
+    m, n, k = size
+    work, tile = GemmWork(1, m, (n,), k, written_bytes=2 * m * n), GemmTile(128, columns)
+    seconds = gemm_seconds(work, tile, H200)
+    assert seconds == gemm_time(work, tile, H200).seconds
+    assert gemm_seconds(work, tile, H200, seconds * 1.001) == seconds
+    assert gemm_seconds(work, tile, H200, 1e-9) == float("inf")

@@ -181,9 +181,17 @@ def upstream_of(
     group: GroupView, products: Sequence[Product]
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Left operands and what they are computed from, and the same of right ones."""
+    operands = {p.left.tensor for p in products}, {p.right.tensor for p in products}
+    return group.once(
+        ("upstream", *map(frozenset, operands)), lambda: _upstream_of(group, operands)
+    )
+
+
+def _upstream_of(
+    group: GroupView, operands: tuple[set[int], set[int]]
+) -> tuple[frozenset[int], frozenset[int]]:
     sides = []
-    for side in ("left", "right"):
-        found = {getattr(p, side).tensor for p in products}
+    for found in operands:
         for block in reversed(group.blocks):
             if found & {w.tensor for w in block.writes}:
                 found |= {a.tensor for a in block.reads}

@@ -176,8 +176,18 @@ class GemmGroup:
         ends = (self._stored(access)[1] for access in (product.left, product.right))
         return all(end <= set(product.block.reduced) for end in ends)
 
+    @cached_property
+    def _origins(self) -> dict[int, tuple[int, frozenset[int]]]:
+        """What `_stored` has found, by the `id` of the access."""
+        return {}
+
     def _stored(self, access: Access) -> tuple[int, frozenset[int]]:
         """The tensor that an operand is moved from, and the product's axes along its last one."""
+        if id(access) not in self._origins:
+            self._origins[id(access)] = self._moved_from(access)
+        return self._origins[id(access)]
+
+    def _moved_from(self, access: Access) -> tuple[int, frozenset[int]]:
         tensor, axes = access.tensor, [index.axes for index in access.index]
         while (block := self.group.writer_of.get(tensor)) is not None and _only_moves(block):
             (write,), (read,) = block.writes, block.reads
@@ -235,6 +245,13 @@ class GemmGroup:
         """Whether left (0) or right (1) operands are computed, or stored in another dtype than that
         in which they are multiplied: no copy brings them in.
         """
+        return self._computed[side]
+
+    @cached_property
+    def _computed(self) -> tuple[bool, bool]:
+        return self._is_computed(0), self._is_computed(1)
+
+    def _is_computed(self, side: int) -> bool:
         blocks = (self.group.writer_of.get(t) for t in self.before[side])
         if any(b is not None and (b.operations() or narrows(self.group, b)) for b in blocks):
             return True

@@ -243,6 +243,11 @@ def _column_counts(group: GroupView, columns: Mapping[int, frozenset[int]]) -> d
     """The tensors that hold elements of a product in its own row-major order: how many columns
     each product's row has.
     """
+    key = "column counts", *columns.items()
+    return group.once(key, lambda: _counted(group, columns))
+
+
+def _counted(group: GroupView, columns: Mapping[int, frozenset[int]]) -> dict[int, int]:
     found: dict[int, int] = {}
     for block in group.blocks:
         if id(block) in columns:

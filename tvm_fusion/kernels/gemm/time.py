@@ -141,9 +141,11 @@ def mma_times(
             each = rank.tile_step_seconds(tile, step, size, units, flops, clock, split, deeper)
             each = max(each + waits, deeper * flight / min(turns, 2))
             body = steps * each + stored * block_m * block_n / min(turns, 2)
-            runs = launch.runs(block_m, own)
             few = deeper and block_m * block_n <= rank.FEW_CELLS
             start = rank.FEW_START_SECONDS if few else rank.start_seconds(turns * body, odd)
+            if start + turns * body >= known_s:
+                continue
+            runs = launch.runs(block_m, own)
             yield _other(launch, hw, "mma", "tensor", turns * body, start, runs, 4.0, reads)
 
 
@@ -208,6 +210,8 @@ def simt_times(
     halves = launch.dtypes <= set(HALF_DTYPES)
     for config in CONFIGS:
         body = simt_seconds(launch.segments, config, hw, 0.0, halves=halves) - START_SECONDS
+        if START_SECONDS + body >= known_s:
+            continue
         runs = launch.runs(config.block_m, config.block_n)
         yield _other(launch, hw, "simt", "fma", body, START_SECONDS, runs)
 
@@ -392,7 +396,7 @@ def _hopper(
         for tile in kinds:
             if not launch.holds_pairs(block_n // together // tile.split):
                 continue
-            seconds = gemm_seconds(work, tile, hw)
+            seconds = gemm_seconds(work, tile, hw, math.inf if best is None else best[0])
             if best is None or seconds < best[0]:
                 best = seconds, tile
     if best is None:

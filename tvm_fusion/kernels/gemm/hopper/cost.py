@@ -72,8 +72,9 @@ def stripe(tile: GemmTile, rows: int, columns: int, windows: bool) -> int:
             return min(rows, NEIGHBOURS / columns) * tile.block_m + columns * tile.block_n
         return high * tile.block_m + max(1.0, NEIGHBOURS / high) * tile.block_n
 
-    least = min(map(lines, STRIPES))
-    return next(height for height in STRIPES if lines(height) <= ABOUT_EQUAL * least)
+    read = [lines(height) for height in STRIPES]
+    least = min(read)
+    return next(h for h, n in zip(STRIPES, read, strict=True) if n <= ABOUT_EQUAL * least)
 
 
 def _has_few_columns(tile: GemmTile, columns: int, windows: bool) -> bool:
@@ -291,9 +292,14 @@ def gemm_time(
     return _Model(work, tile, hw, fitted or _fitted(work)).time()
 
 
-def gemm_seconds(work: GemmWork, tile: GemmTile, hw: HardwareProfile) -> float:
-    """The seconds of `gemm_time` alone, where many tiles are compared."""
-    return _Model(work, tile, hw, _fitted(work)).found().seconds
+def gemm_seconds(
+    work: GemmWork, tile: GemmTile, hw: HardwareProfile, known_s: float = math.inf
+) -> float:
+    """The seconds of `gemm_time` alone, where many tiles are compared; infinity where the steps by
+    themselves take what another one is known to.
+    """
+    model = _Model(work, tile, hw, _fitted(work))
+    return math.inf if model.least_s >= known_s else model.found().seconds
 
 
 def _fitted(work: GemmWork) -> Coefficients:
@@ -342,9 +348,11 @@ class _Model:
         shown = {name: seconds for name, seconds in (terms | others).items() if seconds > 0}
         return GemmTime(seconds, shown)
 
-    def found(self) -> _Found:
-        """The predicted time, and what it is made of."""
-        f, work = self.fitted, self.work
+    @cached_property
+    def _body(self) -> tuple[int, dict[str, float], dict[str, float], float, float]:
+        """Waves, a step of a whole one and of the last, the longest of the former, and seconds of
+        all steps.
+        """
         waves = -(-self.tiles // self.blocks)
         last = self.tiles - (waves - 1) * self.blocks
         whole = rest = self._step()
@@ -352,7 +360,17 @@ class _Model:
         if last != self.blocks:
             rest = {**whole, "l2": self._l2(last)}
             last_step = _longest(rest)
-        body = self.steps * ((waves - 1) * step + last_step)
+        return waves, whole, rest, step, self.steps * ((waves - 1) * step + last_step)
+
+    @property
+    def least_s(self) -> float:
+        """No more than the predicted time: without epilogues and exchanges."""
+        return self.fitted.start_s + self._body[-1]
+
+    def found(self) -> _Found:
+        """The predicted time, and what it is made of."""
+        f, work = self.fitted, self.work
+        waves, whole, rest, step, body = self._body
         epilogue = self._epilogue()
         shown = epilogue
         if self.tile.deferred:
@@ -527,4 +545,4 @@ def _longest(step: Mapping[str, float]) -> float:
 
 def _norm(values: list[float], exponent: float) -> float:
     largest = max(values)
-    return largest * sum((v / largest) ** exponent for v in values) ** (1 / exponent)
+    return largest * sum([(v / largest) ** exponent for v in values]) ** (1 / exponent)
