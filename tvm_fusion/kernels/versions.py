@@ -20,8 +20,8 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import tvm_ffi
 from tvm import tirx
@@ -52,6 +52,8 @@ WORTH = 1.10
 
 VECTOR = 8
 """Elements of the widest vectors of most dtypes."""
+SLIGHT = 0.002
+"""What a version more must gain where losses are squares of logarithms: 3 % at two sizes."""
 _ORDER = "group_m"  # in which order tiles are taken: a kernel of any size may do so in any
 
 
@@ -242,6 +244,70 @@ def fewest_of(tables: Sequence[Ranked], sizes: Sequence[int], most: int) -> list
         if found:
             return found
     return []
+
+
+class Priced(NamedTuple):
+    """What configurations lose against the fastest, as squares of logarithms: by configuration, for
+    the sizes up to each of `ends`; infinite where one does not hold them.
+    """
+
+    ends: list[int]
+    losses: dict[Any, list[float]]
+
+
+class Chosen(NamedTuple):
+    """Versions, and the sum of what they lose."""
+
+    loss: float
+    versions: list[Version]
+
+
+def least_lost(priced: Priced | None, most: int) -> Chosen:
+    """The versions, at most so many, that lose the least in all."""
+    if priced is None:
+        return Chosen(math.inf, [])
+    ends, losses = priced
+    best = [Chosen(0.0, []), *([Chosen(math.inf, [])] * len(ends))]
+    for _ in range(most):
+        renewed = list(best)
+        for start in range(len(ends)):
+            if math.isinf(best[start].loss):
+                continue
+            for stop in range(start + 1, len(ends) + 1):
+                loss, config = min(
+                    ((sum(own[start:stop]), config) for config, own in losses.items()),
+                    key=lambda entry: entry[0],
+                )
+                total = best[start].loss + loss + SLIGHT
+                if total < renewed[stop].loss:
+                    version = Version(config, ends[stop - 1])
+                    renewed[stop] = Chosen(total, [*best[start].versions, version])
+        best = renewed
+    loss, found = best[-1]
+    return Chosen(loss, [*found[:-1], Version(found[-1].config, None)] if found else [])
+
+
+def of_both_ends(tables: Mapping[int, Ranked], most: int) -> list[Version]:
+    """The versions, at most so many, that lose the least at the largest size of each range and at
+    that of the range before, next to which it begins; by predicted seconds at some sizes.
+    """
+    times, ends = [_by_kind(table) for table in tables.values()], list(tables)
+    if not all(times):
+        return []
+    losses = {}
+    for kind in dict.fromkeys(kind for known in times for kind in known):
+        each = [math.inf] * len(ends)
+        for place, known in enumerate(times):
+            if kind in known:
+                fastest = min(seconds for seconds, _ in known.values())
+                each[place] = math.log(known[kind][0] / fastest) ** 2
+        losses[kind] = [a + b for a, b in zip(each, [each[0], *each[:-1]], strict=True)]
+    found = least_lost(Priced(ends, losses), most).versions
+    served = [ends.index(version.most or ends[-1]) for version in found]
+    return [
+        replace(version, config=times[place][version.config][1])
+        for version, place in zip(found, served, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

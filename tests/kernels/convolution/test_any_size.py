@@ -102,7 +102,7 @@ def test_each_form_computes_images_of_any_size(kind):
     ids=["length", "images"],
 )
 def test_each_range_of_a_size_is_right_at_its_edges(conv, monkeypatch):
-    monkeypatch.setattr(forms, "SIZES", (3, 2048))
+    monkeypatch.setattr(forms, "EXTENTS", (3, 2048))
     kernel = write_kernel(conv.func().with_attr(OUTPUTS_ATTR, 1), "convolution", H200, POLICY)
     assert [*map(int, kernel.attrs[VERSIONS_ATTR])] == [3]
     lowered = lower(kernel)

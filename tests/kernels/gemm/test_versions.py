@@ -19,6 +19,7 @@ from tvm_fusion.kernels.gemm.hopper.config import HopperConfig
 from tvm_fusion.kernels.gemm.hopper.problem import read_problems
 from tvm_fusion.kernels.gemm.skinny.config import SkinnyConfig
 from tvm_fusion.kernels.gemm.versions import Version, Way, versions_of, write_versions
+from tvm_fusion.kernels.versions import of_both_ends
 from tvm_fusion.runtime.build.trusted_calls import KINDS
 from tvm_fusion.runtime.build.version_names import launches_of, versions_among
 from tvm_fusion.transform.apply.write_kernels import write_kernel
@@ -59,6 +60,26 @@ SOME = product(tirx.Var("n", "int64"))
 def test_the_fewest_versions_that_lose_little_are_taken(times, wanted):
     tables = [[(seconds, name) for name, seconds in table.items()] for table in times]
     assert versions_of(tables, (10, 20, 40)) == [Version(*one) for one in wanted]
+
+
+@pytest.mark.parametrize(
+    ("times", "wanted"),
+    [
+        # as fast at both ends as any
+        ([{"a": 1.0, "b": 1.2}, {"a": 1.01, "b": 1.0}, {"a": 1.0, "b": 1.2}], [("a", None)]),
+        # the fastest of the largest size loses where its range begins
+        (
+            [{"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 2.0, "c": 1.1}, {"a": 3.0, "b": 1.0, "c": 1.1}],
+            [("a", 20), ("c", None)],
+        ),
+        ([{"a": 1.0}, {"b": 1.0}], []),
+        ([{"a": 1.0}, {}], []),
+    ],
+)
+def test_versions_lose_little_at_both_ends_of_their_ranges(times, wanted):
+    tables = [[(seconds, name) for name, seconds in table.items()] for table in times]
+    found = of_both_ends(dict(zip((10, 20, 40), tables, strict=False)), 3)
+    assert found == [Version(*one) for one in wanted]
 
 
 def test_more_versions_than_are_allowed_are_none():

@@ -18,7 +18,7 @@ from tvm_fusion.kernels.row.config import RowConfig
 from tvm_fusion.kernels.row.cost import estimate_rows
 from tvm_fusion.kernels.row.forms import WRITER
 from tvm_fusion.kernels.row.versions import length_tables, write_row_versions
-from tvm_fusion.kernels.versions import MOST, Multiple
+from tvm_fusion.kernels.versions import MOST, SLIGHT, Multiple, Priced, least_lost
 from tvm_fusion.runtime.build.version_names import launches_of, versions_among
 from tvm_fusion.transform.apply.write_kernels import write_kernel
 
@@ -172,7 +172,7 @@ def test_versions_are_those_that_lose_least_in_all(most):
         second: [0.3, 0.0, 0.1, math.inf],
         third: [0.9, 0.4, 0.2, 0.0],
     }
-    ends, found = [8, 16, 32, 64], versions._fewest(versions._Priced([8, 16, 32, 64], losses), most)
+    ends, found = [8, 16, 32, 64], least_lost(Priced([8, 16, 32, 64], losses), most)
     known = [(version.config, version.most) for version in found.versions]
     assert (
         known
@@ -185,7 +185,7 @@ def test_versions_are_those_that_lose_least_in_all(most):
     start, loss = 0, 0.0
     for config, end in known:
         stop = len(ends) if end is None else ends.index(end) + 1
-        loss += sum(losses[config][start:stop]) + versions.SLIGHT
+        loss += sum(losses[config][start:stop]) + SLIGHT
         start = stop
     assert found.loss == pytest.approx(loss)
 

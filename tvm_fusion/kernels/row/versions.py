@@ -31,7 +31,19 @@ from ..gpu.vectors import divides, vector_width
 from ..program.analysis import analyze
 from ..program.expr import conjunction, constant, dtype_of
 from ..program.program import Program
-from ..versions import MOST, WORTH, Branch, Multiple, Version, fewest_of, joined, read_at
+from ..versions import (
+    MOST,
+    WORTH,
+    Branch,
+    Chosen,
+    Multiple,
+    Priced,
+    Version,
+    fewest_of,
+    joined,
+    least_lost,
+    read_at,
+)
 from .candidates import bounded, candidates_of, ranked, work_of
 from .config import Form, RowConfig
 from .cost import estimate_rows
@@ -50,8 +62,6 @@ of rows. A kernel takes nvcc some 0.5 s.
 SHORTEST, SHORT = 8, 32
 """Rows of so few columns are computed element by element, wherever they start. Softmax of 4096 rows
 of 1 and 7: 1.34 and 1.41 us by 2 threads a row, 1.68 by those for 32 (H200, 2026-11-28)."""
-SLIGHT = 0.002
-"""What a version more must gain: 3 % at two lengths."""
 
 
 class _Lengths(NamedTuple):
@@ -116,15 +126,15 @@ def _of_lengths(
     lengths = _Lengths(program.columns, bounds_within(program.columns, known), rows)
     always = divides(widest, program.columns, program.analyzer())
     if always:
-        found = _fewest(_priced(program, lengths, hw), MOST)
+        found = least_lost(_priced(program, lengths, hw), MOST)
         return list(_kernels(program, lengths, found, hw, lengths.bounds.least))
     multiple = Multiple.dividing(func, program.columns, widest)
     if multiple is None:
-        found = _fewest(_priced(program, lengths, hw), ANYWHERE)
+        found = least_lost(_priced(program, lengths, hw), ANYWHERE)
         return list(_kernels(program, lengths, found, hw, lengths.bounds.least))
     aligned = analyze(multiple.func, exact)
     if known.get(multiple.size, Bounds()).multiple % multiple.of == 0:
-        found = _fewest(_priced(aligned, lengths, hw), MOST)
+        found = least_lost(_priced(aligned, lengths, hw), MOST)
         kernels = _kernels(aligned, lengths, found, hw, lengths.bounds.least)
         return [replace(branch, sizes=multiple.sizes) for branch in kernels]
     branches, least = list(_short(program, lengths, hw)), lengths.bounds.least
@@ -137,7 +147,9 @@ def _of_lengths(
     of_all, of_some = _priced(program, lengths, hw), _priced(aligned, lengths, hw)
     if not (of_all and of_some):
         return []
-    shares = [(_fewest(of_some, some), _fewest(of_all, left - some)) for some in range(1, left)]
+    shares = [
+        (least_lost(of_some, some), least_lost(of_all, left - some)) for some in range(1, left)
+    ]
     some, every = min(shares, key=lambda share: share[0].loss + share[1].loss)
     for branch in _kernels(aligned, lengths, some, hw, least):
         if branch.condition is None and not lengths.are_held:
@@ -178,23 +190,7 @@ def _short(program: Program, lengths: _Lengths, hw: HardwareProfile) -> Iterator
         least = most + 1
 
 
-class _Priced(NamedTuple):
-    """What configurations lose against the fastest, as squares of logarithms: by configuration, for
-    the lengths up to each that is asked about; infinite where one does not hold them.
-    """
-
-    ends: list[int]
-    losses: dict[RowConfig, list[float]]
-
-
-class _Chosen(NamedTuple):
-    """Versions, and the sum of what they lose."""
-
-    loss: float
-    versions: list[Version]
-
-
-def _priced(program: Program, lengths: _Lengths, hw: HardwareProfile) -> _Priced | None:
+def _priced(program: Program, lengths: _Lengths, hw: HardwareProfile) -> Priced | None:
     """The configurations of a program at both ends of each range between lengths; None where there
     is none.
     """
@@ -215,36 +211,11 @@ def _priced(program: Program, lengths: _Lengths, hw: HardwareProfile) -> _Priced
             for table in tables
         ]
         losses[config] = [a * a + b * b for a, b in zip(each[::2], each[1::2], strict=True)]
-    return _Priced(ends, losses)
-
-
-def _fewest(priced: _Priced | None, most: int) -> _Chosen:
-    """The versions, at most so many, that lose the least in all."""
-    if priced is None:
-        return _Chosen(math.inf, [])
-    ends, losses = priced
-    best = [_Chosen(0.0, []), *([_Chosen(math.inf, [])] * len(ends))]
-    for _ in range(most):
-        renewed = list(best)
-        for start in range(len(ends)):
-            if math.isinf(best[start].loss):
-                continue
-            for stop in range(start + 1, len(ends) + 1):
-                loss, config = min(
-                    ((sum(own[start:stop]), config) for config, own in losses.items()),
-                    key=lambda entry: entry[0],
-                )
-                total = best[start].loss + loss + SLIGHT
-                if total < renewed[stop].loss:
-                    version = Version(config, ends[stop - 1])
-                    renewed[stop] = _Chosen(total, [*best[start].versions, version])
-        best = renewed
-    loss, found = best[-1]
-    return _Chosen(loss, [*found[:-1], Version(found[-1].config, None)] if found else [])
+    return Priced(ends, losses)
 
 
 def _kernels(
-    program: Program, lengths: _Lengths, chosen: _Chosen, hw: HardwareProfile, least: int
+    program: Program, lengths: _Lengths, chosen: Chosen, hw: HardwareProfile, least: int
 ) -> Iterator[Branch]:
     """Kernels for ranges of the length; the last is for any."""
     found = chosen.versions
