@@ -44,6 +44,7 @@ PROGRAMS = {
     "rows of product": (lambda x, w: F.gelu(x @ w), ("n", 64), (64, 96)),
     "columns of product": (lambda x, w: F.relu(x @ w), (40, 64), (64, "n")),
     "last row of product": (lambda x, w: x[-1:] @ w, ("n", 512), (512, 256)),
+    "product by the last matrix": (lambda x, w: x @ w[-1], (2, 96), ("n", 96, 50)),
     "terms of product": (lambda x, w: F.relu(x @ w), (40, "n"), ("n", 64)),
     "attention": (attention, *[(1, 2, "n", 64)] * 3),
     "attention with a bias": (attention_with_bias, *[(1, 2, "n", 64)] * 3, (1, 2, "n", "n")),
@@ -115,6 +116,11 @@ def test_kernels_for_few_rows_count_in_32_bits_where_these_reach_all_that_there_
     for dim in (Dim("n"), Dim("n", max=2**22)):
         with pytest.raises(Unsupported, match="32-bit"):
             emit_gemm_skinny(contraction_of(planned_of("last row of product", dim)), H200)
+
+
+def test_no_form_fails_on_a_product_of_known_sizes_in_a_symbolic_tensor():
+    """That of runs took all sizes for numbers, and TVM's loops stood in for the kernel."""
+    check(planned_of("product by the last matrix", Dim("n")), "product by the last matrix", (1, 3))
 
 
 def contraction_of(planned):

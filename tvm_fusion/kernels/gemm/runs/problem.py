@@ -214,7 +214,9 @@ def read_product(contraction: Contraction) -> Runs:
         bytes.
     """
     c = contraction
-    if len(c.products) != 1 or c.has_partials or c.has_partners or not c.is_static:
+    sizes = [n for p in c.params for n in p.shape or ()]
+    is_static = c.is_static and all(isinstance(n, int) for n in sizes)
+    if len(c.products) != 1 or c.has_partials or c.has_partners or not is_static:
         raise Unsupported("not one plain product of known sizes")
     (segment,), (product,) = c.segments, c.products
     if segment.B != 1 or product.a.windows or product.b.windows:
