@@ -120,6 +120,28 @@ def test_what_agrees_in_float64_is_no_other_function(monkeypatch):
     assert compiled.report.verify.source_error > 0
 
 
+class Narrowed(torch.nn.Module):
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return torch.exp(x.bfloat16()).float() * self.factor
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_what_computes_in_bfloat16_by_itself_is_no_other_function(exported):
+    """Its float32 outputs are off by roundings of bfloat16, which float64 has not."""
+    torch.manual_seed(0)
+    inputs = (torch.randn(64, 128),)
+    given = torch.export.export(Narrowed(), inputs) if exported else (Narrowed(), inputs)
+    error = tvm_fusion.compile(given, "llvm").report.verify.source_error
+    assert distance.ROUNDINGS["float32"] < error < distance.ROUNDINGS["bfloat16"]
+    mod = planned_function(given, "llvm").mod
+    with pytest.raises(VerificationError, match="another function"):
+        tvm_fusion.compile(mod, "llvm", source=(Narrowed(1.02), inputs))
+
+
 def test_float64_decides_against_another_function_too(monkeypatch, wrong_tanh):
     monkeypatch.setattr(distance, "ROUNDINGS", {"float32": 0.0})
     with pytest.raises(VerificationError, match="another function"):

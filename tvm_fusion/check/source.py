@@ -403,7 +403,7 @@ class _Source:
     def eager_in_float64(self) -> tuple[Any, list[Any]]:
         """The same in float64, of a copy of the model, and what it leaves in its inputs."""
         model, inputs = copy.deepcopy(self.model).double(), list(map(_wide, self.inputs))
-        with _evaluation_mode(model):
+        with _evaluation_mode(model), _wide_casts():
             return model(*self._given(inputs)), inputs
 
     @cached_property
@@ -457,6 +457,25 @@ def _wide(x: Any) -> Any:
     if x.is_complex():
         return x.to(sys.modules["torch"].complex128, copy=True)
     return x.to(sys.modules["torch"].float64, copy=True) if x.is_floating_point() else x.clone()
+
+
+def _wide_casts() -> AbstractContextManager[Any]:
+    """Casts within to narrower floats are to float64, and no dtype is asserted."""
+    torch = sys.modules["torch"]
+    narrower = torch.float32, torch.float16, torch.bfloat16
+
+    class Wide(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = dict(kwargs or {})
+            if func is torch.ops.aten._assert_tensor_metadata.default:
+                return None
+            if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in narrower:
+                kwargs["dtype"] = torch.float64
+            return func(*args, **kwargs)
+
+    return Wide()
 
 
 def leaves(outputs: Any) -> list[Any]:
