@@ -308,12 +308,21 @@ class _Model:
     def _wavefronts(self, lane_share: float) -> float:
         """Passes through the load/store units: 128 bytes, one line of memory."""
         accesses = self.work.accesses[self.config.width]
-        rows = max(1, WARP // self.config.threads)
         moves = [*accesses.shared, *accesses.loads, *accesses.stores]
         if self.config.form is Form.LOOP:
             moves += list(accesses.loads) * (sum(1 for s in self.sweeps if s.streamed) - 1)
-        each = sum(count * max(piece * WARP / LINE_BYTES, rows) / WARP for count, piece in moves)
+        each = sum(count * self._passes(count, piece) / WARP for count, piece in moves)
         return self.work.rows * (self.work.columns * each * lane_share + accesses.single)
+
+    def _passes(self, count: float, piece: int) -> float:
+        """Passes of a warp's load of pieces of so many bytes, `count` for an element: what it reads
+        of several rows is in lines of their own, unless a row's pieces are in several lines as it
+        is. They lie apart where a thread has several of its vector's place.
+        """
+        threads = min(WARP, self.config.threads)
+        apart = count * piece * self.config.width / LINE_BYTES
+        rows = WARP // threads * max(1.0, threads * apart) / max(1.0, WARP * apart)
+        return max(1.0, piece * WARP / LINE_BYTES) * rows
 
     def _bytes(self) -> tuple[float, float]:
         """Bytes that HBM moves, and those that only the L2 does."""
