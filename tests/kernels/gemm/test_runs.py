@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
@@ -32,6 +33,7 @@ from ...support.cuda_on_cpu import (
     translated,
 )
 from ...support.helpers_tir import poisoned
+from ...support.kernel_cases import fuse
 from ...support.thin_products import THIN, WIDE, Thin
 
 A100, H200 = load_profile("nvidia_a100"), load_profile("nvidia_h200")
@@ -44,10 +46,24 @@ TILES = {
     RunsConfig(64, 64, 32, 32, 64): [replace(ODD, terms=88, columns=72, by_columns=True)],
     RunsConfig(128, 128, 64, 64, 128): [replace(ODD, terms=16, columns=200, by_columns=True)],
 }
+CLOSE = Thin(9, 91, 65, batch=1, by_columns=True)
+CLOSE_TILES = {
+    RunsConfig(64, 32, 32, 16, 64): [
+        CLOSE,
+        replace(CLOSE, by_columns=False),
+        replace(CLOSE, terms=12, columns=40),
+        replace(CLOSE, terms=2, columns=7),
+        replace(CLOSE, terms=72, columns=33, dtype="bfloat16"),
+    ],
+    RunsConfig(64, 64, 32, 32, 64): [replace(CLOSE, residual=True, dtype="bfloat16")],
+    RunsConfig(128, 64, 32, 32, 128): [replace(CLOSE, terms=135, columns=48)],
+}
+"""Rows, weights or both that are copied as they lie in memory, and words of them read."""
 
 
-def test_thin_products_are_close_to_float64():
-    cases = [(thin, config) for config, found in TILES.items() for thin in found]
+@pytest.mark.parametrize("tiles", [TILES, CLOSE_TILES], ids=["apart", "close"])
+def test_thin_products_are_close_to_float64(tiles):
+    cases = [(thin, config) for config, found in tiles.items() for thin in found]
     kernels = [lower(emit_product(analyze_contraction(t.func()), H200, c)) for t, c in cases]
     compile_together(map(translated, kernels))
     for (thin, config), kernel in zip(cases, kernels, strict=True):
@@ -59,8 +75,23 @@ def test_thin_products_are_close_to_float64():
         assert error <= (2e-3 if thin.dtype == "float16" else 1.6e-2), (thin, config)
 
 
+def test_what_is_not_finite_stays_in_its_row_and_its_column():
+    """Words at the end of a run hold terms of the next one."""
+    thin, config = next((found[0], c) for c, found in CLOSE_TILES.items())
+    kernel = lower(emit_product(analyze_contraction(thin.func()), H200, config))
+    x, w, *others = thin.arrays()
+    x[0, 3, 4], w[7] = np.inf, np.nan
+    got = poisoned(thin.output_shape, thin.dtype)
+    run_cuda_on_cpu(kernel, [x, w, *others, got], seed=1)
+    finite = np.ones(thin.output_shape, bool)
+    finite[0, 3, 4], finite[..., 7] = False, False
+    assert np.isfinite(got[finite]).all()
+    assert np.isnan(got[..., 7]).all()
+
+
 def test_the_first_configurations_compile_without_spills():
-    problems = {f"p{i}": analyze_contraction(t.func()) for i, t in enumerate(THIN[::3])}
+    found = [*THIN[::3], CLOSE, replace(CLOSE, size=40, terms=511, columns=300)]
+    problems = {f"p{i}": analyze_contraction(t.func()) for i, t in enumerate(found)}
     kernels = {n: emit_product(p, H200, product_ranked(p, H200)[0][1]) for n, p in problems.items()}
     found = compile_cubins(kernels, "sm_90a")
     assert [r.kernel for r in found if r.spill_bytes] == []
@@ -105,10 +136,20 @@ def test_predicted_times_are_those_of_the_sweep():
 
 REFUSED = {
     "many terms": (replace(ODD, terms=MOST_TERMS + 8), "520 terms"),
+    "many columns of rows that lie close": (replace(CLOSE, columns=2049), "2049 columns"),
     "many columns": (replace(ODD, columns=MOST_COLUMNS + 1), "513 columns"),
-    "rows of odd lengths": (replace(ODD, terms=12), "16 bytes"),
     "float32": (replace(ODD, dtype="float32"), "float32"),
 }
+
+
+def test_rows_that_lie_far_apart_are_refused():
+    def sliced(bb, x, w):
+        x = bb.emit(op.strided_slice(x, [1], [0], [13]))
+        return bb.emit(op.matmul(x, bb.emit(op.permute_dims(w))))
+
+    contraction = analyze_contraction(fuse(sliced, ((40, 99), "float16"), ((24, 13), "float16")))
+    with pytest.raises(Unsupported, match="lie close"):
+        product_ranked(contraction, H200)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -171,9 +171,10 @@ class GemmGroup:
             found.append(assumed(stored.shape[-1]) * dtype_bytes(stored.dtype))
         return found[0], found[1]
 
-    def along_terms(self, product: Product) -> bool:
+    def along_terms(self, product: Product, sides: Collection[int] = (0, 1)) -> bool:
         """Whether neighbouring terms of both operands lie side by side in memory."""
-        ends = (self._stored(access)[1] for access in (product.left, product.right))
+        operands = product.left, product.right
+        ends = (self._stored(operands[side])[1] for side in sides)
         return all(end <= set(product.block.reduced) for end in ends)
 
     @cached_property

@@ -29,7 +29,7 @@ from .hopper.cost import (
     gemm_time,
 )
 from .launch import GemmGroup
-from .runs.problem import MOST_COLUMNS, MOST_TERMS
+from .runs.problem import MOST_CLOSE_COLUMNS, MOST_COLUMNS, MOST_TERMS
 from .runs.time import FITTED as RUNS
 from .runs.time import sums_seconds
 from .side_by_side import tensor_maps_fit
@@ -162,18 +162,20 @@ def _way(launch: GemmGroup, side: int) -> tuple[Way, int]:
 def runs_times(
     launch: GemmGroup, hw: HardwareProfile, policy: Policy, known_s: float
 ) -> Iterator[LaunchTime]:
-    """Few terms, whose rows are whole pieces of 16 bytes."""
+    """Few terms, whose rows are whole pieces of 16 bytes or lie close together."""
     alone = len(launch.segments) == len(launch.products) == len(launch.dtypes) == 1
     if not hw.architecture.has_mma or not alone or not all(map(_is_static, launch.products)):
         return
     ((batch, m, n, depths),), (dtype,) = launch.segments, launch.dtypes
-    pitch, _ = launch.pitches(launch.products[0])
-    whole = pitch % TMA_PITCH_BYTES == 0 and sum(depths) * dtype_bytes(dtype) % TMA_PITCH_BYTES == 0
+    pitches, row = launch.pitches(launch.products[0]), sum(depths) * dtype_bytes(dtype)
+    whole = pitches[0] % TMA_PITCH_BYTES == row % TMA_PITCH_BYTES == 0
+    close = pitches[0] < 2 * row and launch.along_terms(launch.products[0], [0])
     plain = dtype in HALF_DTYPES and not launch.computed(0) and not launch.computed(1)
-    few = sum(depths) <= MOST_TERMS and n <= MOST_COLUMNS
-    if batch != 1 or not plain or not whole or not few:
+    few = sum(depths) <= MOST_TERMS and n <= (MOST_COLUMNS if whole else MOST_CLOSE_COLUMNS)
+    if batch != 1 or not plain or not (whole or close) or not few:
         return
-    body = sums_seconds(m, n, sum(depths), dtype, hw)
+    copied = pitches[1] < 2 * row and launch.along_terms(launch.products[0], [1])
+    body = sums_seconds(m, n, sum(depths), dtype, hw, copied)
     yield _other(launch, hw, "runs", "tensor", body, RUNS.start_s, (1, 1), RUNS.overlap)
 
 

@@ -19,20 +19,25 @@ CHUNK = 16
 _SHARED = '"r"((unsigned)__cvta_generic_to_shared({}))'
 
 
-def copy_async(size: int, target: Expr, source: Expr, at: Expr, inside: Expr | None) -> Expr:
-    """Starts the copy of `size` bytes from `at` bytes behind `source`; zeros if not `inside`."""
+def copy_async(
+    size: int, target: Expr, source: Expr, at: Expr, inside: Expr | None, count: Expr | None = None
+) -> Expr:
+    """Starts the copy of `size` bytes from `at` bytes behind `source`; zeros if not `inside`, and
+    behind the first `count` bytes.
+    """
     # Only 16 bytes can bypass the first-level cache.
     cache = "cg.shared.global.L2::128B" if size == CHUNK else "ca.shared.global"
-    count = "" if inside is None else ", %2"
-    ptx = f"cp.async.{cache} [%0], [%1], {size}{count};"
+    taken = "" if count is None and inside is None else ", %2"
+    ptx = f"cp.async.{cache} [%0], [%1], {size}{taken};"
     values = f'{_SHARED.format("d")}, "l"((const char*)s + at)'
-    if inside is None:
+    if count is None and inside is None:
         body = f'asm volatile("{ptx}" :: {values} : "memory");'
         arguments = "void* d, const void* s, long long at"
         return device_call("void", f"async{size}", arguments, body, target, source, at)
     body = f'asm volatile("{ptx}" :: {values}, "r"(n) : "memory");'
     arguments = "void* d, const void* s, long long at, int n"
-    count = T.Select(inside, T.int32(size), T.int32(0))
+    count = T.int32(size) if count is None else count
+    count = count if inside is None else T.Select(inside, count, T.int32(0))
     return device_call("void", f"async{size}_if", arguments, body, target, source, at, count)
 
 

@@ -1,6 +1,7 @@
 """Products of few terms by mma.sync, fragments of the data read straight from its runs.
 
-    weights of the block's filters -> shared memory, lines filled up with zeros to multiples of 8
+    weights of the block's filters -> shared memory, lines filled up with zeros to multiples of 8,
+        or, where those of a filter are no whole pieces of 16 bytes, as they lie in memory
     for each tile of positions:
         a residual of its first rows starts on its way to registers, those of others 16 rows ahead
         the lines of the next tile's data start on their way (cp.async)
@@ -30,10 +31,11 @@ from ...gpu.product_frame import Frame, Tile, coordinates, divided, open_kernel
 from ...program.expr import conjunction, constant, convert, variables
 from ...program.extents import is_multiple, sized
 from ..mma.epilogue import Epilogue, Layout
+from ..mma.operand import always
 from ..mma.plan import TERM_BYTES
 from ..mma.problem import MmaSegment
-from ..mma.units import CHUNK, load_if, load_matrices, multiply, wait_async
-from .patch import Patch, move_half
+from ..mma.units import CHUNK, copy_async, load_if, load_matrices, multiply, wait_async
+from .patch import Patch, left_of, move_half
 from .problem import OCTET, Runs
 from .shape import ELEMENT, STAGES, RunsConfig, Shape
 
@@ -152,8 +154,11 @@ class _Kernel:
     def _emit(self, slots: Expr | int) -> None:
         tiles = self.shape.row_tiles
         tiles = tiles if isinstance(tiles, int) else convert(tiles, "int32")
+        if self.shape.weight_pieces:
+            self._copy_weights()  # in one group with the first patch
         self.patch.load(self._origin(self.slot), T.int32(0))
-        self._fill_weights()
+        if not self.shape.weight_pieces:
+            self._fill_weights()
         self._masks()
         if not self.patch.is_async:
             self.patch.store(T.int32(0))
@@ -194,6 +199,34 @@ class _Kernel:
         return found
 
     # ---- weights
+
+    def _copy_weights(self) -> None:
+        """The weights of the block's filters on their way to shared memory, as they lie there: in
+        a line each that is filled up with zeros, or all behind each other.
+        """
+        s, p = self.shape, self.problem
+        total, filters = s.weight_pieces, int(p.segment.N)
+        each = -(-total // self.config.threads)
+        parameter = self.frame.buffers[p.weights.load.source]
+        parameter = parameter.ptr_to([0] * len(p.weights.load.indices))
+        first = T.Bind(self.column_tile * (self.config.block_n * p.weight_step) + p.weight_base)
+        end = p.weight_base + (filters - 1) * p.weight_step + p.run
+        with T.serial(0, each, unroll=False) as turn:
+            number = T.Bind(turn * self.config.threads + self.thread)
+            inside = None
+            if s.linear:
+                target, element = number * CHUNK, number * OCTET
+            else:
+                filter, octet = T.Bind(number // (2 * s.steps)), T.Bind(number % (2 * s.steps))
+                target = filter * s.weight_pitch + octet * CHUNK
+                element = filter * p.weight_step + octet * OCTET
+                inside = octet < s.octets if 2 * s.steps > s.octets else None
+            place = T.Bind(first + self._index(element))
+            at, left = convert(place, "int64") * ELEMENT, left_of(place, end, self.frame)
+            exists = number < total if each * self.config.threads > total else None
+            with T.If(always(exists)), T.Then():
+                target = self.weights.ptr_to([target])
+                T.evaluate(copy_async(CHUNK, target, parameter, at, inside, left))
 
     def _fill_weights(self) -> None:
         """All weights of the block's filters, several of a thread at once. Neighbouring threads
@@ -287,10 +320,7 @@ class _Kernel:
         with T.serial(c.tiles_m * c.tiles_n * 4, unroll=True) as i:
             T.buffer_store(sums, T.float32(0), [i])
         self._places(stage)
-        row = self.lane // 16 * 8 + self.lane % 8
-        self.weight_place = T.Bind(
-            (self.warp_column + row) * s.weight_pitch + self.lane // 8 % 2 * (TERM_BYTES // 2)
-        )
+        self._weight_place()
         a = T.alloc_local((2 * c.tiles_m * 4,), "uint32")
         b = T.alloc_local((2 * c.tiles_n * 2,), "uint32")
         offsets = s.line_offsets()
@@ -304,6 +334,21 @@ class _Kernel:
                 right = b.ptr_to([half * c.tiles_n * 2 + j * 2])
                 into = sums.ptr_to([(i * c.tiles_n + j) * 4])
                 T.evaluate(multiply(p.dtype, p.dtype, 2 * OCTET, into, left, right))
+
+    def _weight_place(self) -> None:
+        """Where a thread's row of the first of B's matrices starts, or its word of them."""
+        s = self.shape
+        if not s.linear:
+            row = self.lane // 16 * 8 + self.lane % 8
+            self.weight_place = T.Bind(
+                (self.warp_column + row) * s.weight_pitch + self.lane // 8 % 2 * (TERM_BYTES // 2)
+            )
+            return
+        at = (self.warp_column + self.lane // 4) * self.problem.weight_step
+        at = at // 2 * 2 if s.weights_shifted else at
+        self.weight_place = T.Bind((at + self.lane % 4 * 2) * ELEMENT)
+        if s.weights_shifted:
+            self.weight_shift = T.Bind(self.lane // 4 % 2 * 16)
 
     def _places(self, stage: Expr) -> None:
         """Where the runs of a thread's positions start in a stage, each with its lane's word; those
@@ -346,7 +391,11 @@ class _Kernel:
                 for below in range(2):
                     value = self._fragment(2 * step + part, i, below, offsets)
                     T.buffer_store(a, value, [first + part * 2 + below])
-        for j in range(c.warp_n // 16):
+        for j in range(c.tiles_n if s.linear else 0):
+            for part in range(2):
+                value = self._weight_word(2 * step + part, j)
+                T.buffer_store(b, value, [half * c.tiles_n * 2 + j * 2 + part])
+        for j in range(0 if s.linear else c.warp_n // 16):
             place = self.weight_place + (j * 16 * s.weight_pitch + step * TERM_BYTES)
             target = b.ptr_to([half * c.tiles_n * 2 + j * 4])
             T.evaluate(load_matrices(target, self.weights.ptr_to([place]), False))
@@ -374,19 +423,29 @@ class _Kernel:
         s = self.shape
         if number >= len(offsets) * s.octets:
             return T.uint32(0)
-        value = self._word(self.places[2 * tile + below] + self._far(number, offsets))
+        place = self.places[2 * tile + below] + self._far(number, offsets)
+        value = self._word(self.patch.stages.ptr_to([place]), self.shift if s.shifted else None)
         octet = number % s.octets
         return T.bitwise_and(value, self.masks[octet]) if octet in self.masks else value
 
-    def _word(self, place: Expr) -> Expr:
+    def _weight_word(self, octet: int, tile: int) -> Expr:
+        """A thread's word of an octet, of its filter of 8; those behind the last term are 0."""
+        s = self.shape
+        if octet >= s.octets:
+            return T.uint32(0)
+        far = (tile * 8 * self.problem.weight_step + octet * OCTET) * ELEMENT
+        source = self.weights.ptr_to([self.weight_place + far])
+        value = self._word(source, self.weight_shift if s.weights_shifted else None)
+        return T.bitwise_and(value, self.masks[octet]) if octet in self.masks else value
+
+    def _word(self, source: Expr, shift: Expr | None) -> Expr:
         """Two neighbouring halves, of which the first one may be the upper one of a word."""
-        source = self.patch.stages.ptr_to([place])
-        if not self.shape.shifted:
+        if shift is None:
             body = "return *(const unsigned*)p;"
             return device_call("uint32", "shared_word", "const void* p", body, source)
         body = "const unsigned* w = (const unsigned*)p; return __funnelshift_r(w[0], w[1], shift);"
         arguments = "const void* p, int shift"
-        return device_call("uint32", "shared_halves", arguments, body, source, self.shift)
+        return device_call("uint32", "shared_halves", arguments, body, source, shift)
 
     # ---- results
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tvm import tirx
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from ...gpu.memory import copy_registers
 from ...gpu.product_frame import Frame
-from ...program.expr import conjunction, convert
+from ...program.expr import conjunction, constant, convert
 from ...program.extents import is_below, sized
 from ...program.program import Extent
 from ..mma.operand import always
 from ..mma.units import commit_async, copy_async, load_if
+from .problem import OCTET
 from .shape import ELEMENT, Shape
 
 
@@ -50,10 +52,12 @@ class Patch:
             place, inside = self._place(origin, line, piece)
             if self.is_async:
                 target = self.at(stage, self._offset(line, piece))
+                bytes_there = self._left(place) if self.problem.is_plain else None
                 place = convert(place, "int64") * ELEMENT
                 size = self.problem.piece * ELEMENT
                 with T.If(always(exists)), T.Then():
-                    T.evaluate(copy_async(size, target, self.parameter, place, inside))
+                    call = copy_async(size, target, self.parameter, place, inside, bytes_there)
+                    T.evaluate(call)
                 continue
             inside = conjunction(inside, exists)
             mask = T.int32(1) if inside is None else T.Select(inside, T.int32(1), T.int32(0))
@@ -61,6 +65,11 @@ class Patch:
             T.evaluate(load_if(ELEMENT, target, self.parameter, place, mask, T.int32(1)))
         if self.is_async:
             T.evaluate(commit_async())
+
+    def _left(self, place: Expr) -> Expr | None:
+        """Bytes of a piece that are data, where the last one reaches beyond it; else None."""
+        end = self.problem.ends[1] + self.problem.base
+        return left_of(place, end, self.frame) if end % self.problem.piece else None
 
     def store(self, stage: Expr) -> None:
         """Emits the stores of what passed registers."""
@@ -118,6 +127,12 @@ class Patch:
 
     def _number(self, value: Extent) -> Expr:
         return sized(value, self.frame.index)
+
+
+def left_of(place: Expr, end: int, frame: Frame) -> Expr:
+    """Bytes of a copy of 16 from element `place` that are in front of the end of the data."""
+    left = tirx.Min(constant(end, frame.index) - place, constant(OCTET, frame.index))
+    return convert(tirx.Max(left, constant(0, frame.index)) * ELEMENT, "int32")
 
 
 def move_half(target: Expr, source: Expr) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from tvm.ir import Var
 
 from ....errors import Unsupported
-from ...contraction.model import Axis, Contraction, Operand
+from ...contraction.model import Axis, Contraction, Operand, Product, Segment
 from ...gpu.access import affine_access
 from ...program.expr import HALF_DTYPES, bytes_of, dtype_of
 from ...program.extents import equal_sizes, is_multiple
@@ -31,6 +31,9 @@ MOST_TERMS = 512
 
 MOST_COLUMNS = 512
 """Of a plain product: all of its rows are read again for each tile of columns."""
+
+MOST_CLOSE_COLUMNS = 2048
+"""The same where rows are no whole pieces of 16 bytes: other forms shift these in registers."""
 
 OCTET = 8
 """Terms of a line that lie side by side in the fragments of mma.sync."""
@@ -103,6 +106,10 @@ class Runs:
         Whether channels are neighbours, too, nearer than taps.
     plane : Extent
         Distance of channels in memory.
+    weight_base, weight_step : int
+        Where the weights of filter 0 start, and how far those of the next one are behind them, in
+        elements, where a filter's are neighbours in memory and vectors of 16 bytes can be copied;
+        a step of 0 where weights come in one by one.
     """
 
     contraction: Contraction
@@ -117,6 +124,8 @@ class Runs:
     channels: tuple[Axis, ...]
     inside: bool
     plane: Extent
+    weight_base: int = 0
+    weight_step: int = 0
 
     @property
     def dtype(self) -> str:
@@ -173,6 +182,8 @@ class Runs:
     @property
     def piece(self) -> int:
         """Elements of a copy to shared memory; 1 where cp.async cannot take what there is."""
+        if self.is_plain:
+            return OCTET
         strides = [self.windows[i].pitch for i in self.others]
         strides += [self.plane] if self.planes > 1 else []
         for size in COPY_BYTES:
@@ -180,6 +191,20 @@ class Runs:
             if all(is_multiple(n, elements) for n in (self.base, *strides, *self.ends)):
                 return elements
         return 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether rows are those of a matrix: tiles of them, all behind each other in memory, start
+        at 16 bytes, and there is but the last piece of which a part is data.
+        """
+        (window, *others), alone = self.windows, self.planes == 1
+        starts = window.tap is None and window.low == window.before == self.base % OCTET == 0
+        return not others and alone and starts and isinstance(self.ends[1], int)
+
+    @property
+    def weights_apart(self) -> bool:
+        """Whether filters are made of whole copies of 16 bytes."""
+        return self.weight_step > 0 and self.weight_step % OCTET == self.run % OCTET == 0
 
     @property
     def apart(self) -> bool:
@@ -210,8 +235,8 @@ def read_product(contraction: Contraction) -> Runs:
     ------
     Unsupported
         Several products, batches, pairs of columns or partial results, symbolic sizes, many terms
-        or columns, other dtypes than float16 and bfloat16, and rows that are not whole pieces of 16
-        bytes.
+        or columns, other dtypes than float16 and bfloat16, and rows that neither are whole pieces
+        of 16 bytes nor lie close together.
     """
     c = contraction
     sizes = [n for p in c.params for n in p.shape or ()]
@@ -222,7 +247,7 @@ def read_product(contraction: Contraction) -> Runs:
     if segment.B != 1 or product.a.windows or product.b.windows:
         raise Unsupported("a batch of products, or data at windows")
     halves_of(product.a, product.b, product.dtype)
-    if product.K > MOST_TERMS or segment.N > MOST_COLUMNS:
+    if product.K > MOST_TERMS or segment.N > MOST_CLOSE_COLUMNS:
         raise Unsupported(f"{product.K} terms of {segment.N} columns")
     load = product.a.load
     shape = next(p.shape for p in c.params if p.var.same_as(load.source))
@@ -246,7 +271,25 @@ def read_product(contraction: Contraction) -> Runs:
         tuple(product.k),
         True,
         1,
+        *_weights(c, product, segment),
     )
-    if not found.apart:
-        raise Unsupported("rows that are not whole pieces of 16 bytes")
+    if found.apart and segment.N > MOST_COLUMNS:
+        raise Unsupported(f"{product.K} terms of {segment.N} columns")
+    if not found.apart and not (found.is_plain and pitch < 2 * product.K):
+        raise Unsupported("rows that neither are whole pieces of 16 bytes nor lie close together")
     return found
+
+
+def _weights(contraction: Contraction, product: Product, segment: Segment) -> tuple[int, int]:
+    """Where the weights of the first filter start, and of the next one; 0 and 0 where they are
+    no runs at one distance that can be copied.
+    """
+    load = product.b.load
+    shape = next(p.shape for p in contraction.params if p.var.same_as(load.source))
+    access = affine_access(load.indices, shape, {"n": segment.n, "k": product.k})
+    if access is None or any(len(access.digits[g]) > 1 for g in "nk") or not access.contiguous("k"):
+        return 0, 0
+    step = access.inner("n").stride if segment.N > 1 else product.K
+    apart = step % OCTET == product.K % OCTET == 0
+    copied = access.base % OCTET == 0 and (apart or step < 2 * product.K)
+    return (access.base, step) if copied else (0, 0)

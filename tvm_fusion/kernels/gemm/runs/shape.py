@@ -64,6 +64,10 @@ class Shape:
         Copies of a line.
     pitch : int
         Elements between lines in shared memory.
+    linear : bool
+        Whether weights are copied as they lie in memory, and read word by word.
+    weights_shifted : bool
+        Whether those of every other filter start within a word then.
     spans : dict of int to int
         Elements of a patch along each of the other windows, by its number.
     """
@@ -91,6 +95,8 @@ class Shape:
         }
         self.patch_lines = p.planes * math.prod(self.spans.values())
         self.steps = -(-p.lines * self.octets // 2)
+        self.linear = p.weight_step > 0 and not p.weights_apart
+        self.weights_shifted = self.linear and p.weight_step % 2 == 1
         self.weight_pitch = self.steps * TERM_BYTES + CHUNK  # an odd number of chunks
         self.tiles = {i: ceil_div(w.size, self.extent(i)) for i, w in enumerate(p.windows)}
         self.column_tiles = -(-int(p.segment.N) // c.block_n)
@@ -130,7 +136,18 @@ class Shape:
     @property
     def weight_bytes(self) -> int:
         """Of the weights of a block's filters."""
+        if self.linear:
+            last = (self.config.block_n - 1) * self.problem.weight_step + self.octets * OCTET + 2
+            return ELEMENT * max(last, self.weight_pieces * OCTET) // CHUNK * CHUNK + CHUNK
         return self.config.block_n * self.weight_pitch
+
+    @property
+    def weight_pieces(self) -> int:
+        """Copies of the weights of a block's filters; 0 where they come in one by one."""
+        p, filters = self.problem, self.config.block_n
+        if self.linear:
+            return -(-filters * p.weight_step // OCTET)
+        return filters * 2 * self.steps if p.weight_step else 0
 
     @property
     def staging_bytes(self) -> int:

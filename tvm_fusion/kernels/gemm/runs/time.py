@@ -6,14 +6,21 @@ import math
 from dataclasses import dataclass
 
 from ....config import HardwareProfile
+from ...contraction.model import Output
 from ...program.expr import bytes_of
-from ..epilogue import operation_s
+from ..epilogue import operation_s, starts_off_words
 from ..mma.rank import OPERATION_LATENCY, PEAK_SHARE, PORT_BYTES, SM90_SHARE
+from ..mma.units import CHUNK
 from .problem import OCTET, Runs
 from .shape import ELEMENT, Shape
 
 TERMS = 2 * OCTET
 """Of an mma.sync."""
+OFF_WORD_CYCLES = 3.0
+"""What each element of a warp adds to a tile whose rows leave in words that start anywhere: a lane
+has one word behind the other (393 x 1209 x 91 and 1240 x 473 x 80 on an H200, 2026-11-29: 4.5 us
+with 512 elements, 5.3 with 1024, 7.0 with 2048).
+"""
 LANES = 128
 """Instructions of a lane that a multiprocessor issues in a cycle."""
 WARP, ROWS_OF_LOAD = 32, 8
@@ -91,10 +98,15 @@ def runs_seconds(shape: Shape, hw: HardwareProfile, fitted: Coefficients = FITTE
     turns = -(-shape.row_tiles // slots)
     clock = hw.clock_ghz * 1e9
     flop = 2.0 * c.block_m * c.block_n * shape.steps * TERMS
-    tensor = flop / _flops_per_cycle(p.dtype, hw) * max(1.0, 4 / (c.warps * here))
+    idle = max(1.0, 4 / (c.warps * here))  # a multiprocessor has four schedulers
+    tensor = flop / _flops_per_cycle(p.dtype, hw) * idle
     words = c.tiles_m * 4 * (2 if shape.shifted else 1)
-    words *= 1.0 if p.apart else _conflicts(shape)
-    shared = c.warps * shape.steps * (words + c.warp_n / 16 * 4)
+    words *= 1.0 if p.apart else _conflicts(p.step)
+    if shape.linear:
+        others = c.tiles_n * 2 * (2 if shape.weights_shifted else 1) * _conflicts(p.weight_step)
+    else:
+        others = c.warp_n / 16 * 4
+    shared = c.warps * shape.steps * (words + others) * (1.0 if p.apart else idle)
     stored = c.block_m * c.block_n
     outputs = len(p.segment.outputs)
     issue = fitted.element_cycles * stored * outputs / LANES
@@ -107,11 +119,22 @@ def runs_seconds(shape: Shape, hw: HardwareProfile, fitted: Coefficients = FITTE
     limits = sum(limit**fitted.within for limit in (tensor, shared, port)) ** (1 / fitted.within)
     body = limits + issue
     each = body * here + fitted.wait_cycles / here
+    if any(_starts_off_words(p, output) for output in p.segment.outputs):
+        each += OFF_WORD_CYCLES * c.warp_m * c.warp_n
     rounds = -(-c.block_n * shape.steps // c.threads)  # of 16 weights a thread
-    busy = (turns * each + rounds * fitted.fill_cycles) / clock
+    filled = rounds * fitted.fill_cycles
+    if shape.weight_pieces:
+        filled = _copied_cycles(shape.weight_pieces)
+    busy = (turns * each + filled) / clock
     memory = moved_bytes(p) / hw.hbm_bytes_per_s
     e = fitted.overlap
     return fitted.start_s + hw.kernel_gap_us * 1e-6 + (busy**e + memory**e) ** (1 / e)
+
+
+def _starts_off_words(problem: Runs, output: Output) -> bool:
+    """Whether rows of an output start off 4 bytes."""
+    shape = problem.contraction.params[output.param].shape
+    return starts_off_words(output, shape, problem.segment.groups)
 
 
 def _loads_of_elements(problem: Runs) -> float:
@@ -127,9 +150,13 @@ def _flops_per_cycle(dtype: str, hw: HardwareProfile) -> float:
     return rate / hw.num_sms / (hw.clock_ghz * 1e9)
 
 
-def _conflicts(shape: Shape) -> float:
+def _copied_cycles(pieces: float) -> float:
+    """In which weights come in by copies of 16 bytes, the first data beside them (an estimate)."""
+    return pieces * CHUNK / PORT_BYTES
+
+
+def _conflicts(step: int) -> float:
     """Passes that a warp's words of 8 positions take through the banks of shared memory."""
-    step = shape.problem.step
     words = {(position * step // 2 + lane) for position in range(8) for lane in range(4)}
     banks = [w % 32 for w in words]
     return float(max(map(banks.count, banks)))
@@ -139,8 +166,12 @@ PLANNED_ROWS, PLANNED_COLUMNS, PLANNED_WARPS = 128, 64, 4
 """A tile that is near the fastest for most sizes."""
 
 
-def sums_seconds(rows: int, columns: int, terms: int, dtype: str, hw: HardwareProfile) -> float:
-    """The same as the planner sees it: of the sums and their epilogue alone, from plain sizes."""
+def sums_seconds(
+    rows: int, columns: int, terms: int, dtype: str, hw: HardwareProfile, copied: bool = False
+) -> float:
+    """The same as the planner sees it: of the sums and their epilogue alone, from plain sizes;
+    `copied`: weights are.
+    """
     f, steps = FITTED, -(-terms // TERMS)
     block_n = min(PLANNED_COLUMNS, max(16, 1 << (columns - 1).bit_length()))
     cells = PLANNED_ROWS * block_n
@@ -150,5 +181,8 @@ def sums_seconds(rows: int, columns: int, terms: int, dtype: str, hw: HardwarePr
     issue = (f.element_cycles * cells + f.piece_cycles * PLANNED_ROWS * terms / OCTET) / LANES
     tiles = -(-rows // PLANNED_ROWS) * -(-columns // block_n)
     body = (tensor**f.within + shared**f.within) ** (1 / f.within) + issue
-    filled = -(-block_n * steps // (PLANNED_WARPS * 32)) * f.fill_cycles + f.wait_cycles
+    filled = -(-block_n * steps // (PLANNED_WARPS * 32)) * f.fill_cycles
+    if copied:
+        filled = _copied_cycles(block_n * terms / OCTET)
+    filled += f.wait_cycles
     return (max(1.0, tiles / hw.num_sms) * body + filled) / (hw.clock_ghz * 1e9)
