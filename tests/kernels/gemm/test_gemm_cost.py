@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import statistics
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ from tvm_fusion.kernels.gemm.hopper.cost import GemmTile, GemmWork, gemm_seconds
 from tvm_fusion.kernels.gemm.hopper.kernel import hopper_ranked
 from tvm_fusion.kernels.gemm.mma import rank
 from tvm_fusion.kernels.gemm.mma.plan import MmaConfig
+from tvm_fusion.kernels.gemm.runs.problem import read_product
+from tvm_fusion.kernels.gemm.runs.shape import RunsConfig, Shape
+from tvm_fusion.kernels.gemm.runs.time import runs_seconds
 from tvm_fusion.kernels.gemm.simt import kernel as simt_kernel
 from tvm_fusion.kernels.gemm.simt.config import SimtConfig
 
@@ -248,8 +252,9 @@ def test_lists_are_in_the_order_of_predicted_time():
 # ---- forms
 
 
-def form_chosen(*shape, hw=H200, emit=graphs.linear):
-    return WRITER.form_of(WRITER.ranked(contraction_of(*shape, emit=emit), hw, DEFAULT)[0][1]).name
+def form_chosen(*shape, hw=H200, emit=graphs.linear, dtype=HALF):
+    contraction = contraction_of(*shape, emit=emit, dtype=dtype)
+    return WRITER.form_of(WRITER.ranked(contraction, hw, DEFAULT)[0][1]).name
 
 
 def test_large_half_products_go_to_wgmma_on_hopper():
@@ -356,7 +361,52 @@ def test_kernels_of_odd_products_are_in_nearly_the_measured_order():
 
 def test_small_odd_products_are_multiplied_by_tensor_cores():
     """80 x 649 x 91 takes 5.5 us on CUDA cores, 393 x 1209 x 91 takes 10."""
-    assert form_chosen(80, 649, 91) == form_chosen(393, 1209, 91) == "mma"
+    assert form_chosen(80, 649, 91) == form_chosen(393, 1209, 91) == "runs"
+    assert form_chosen(80, 649, 1001) == "mma"
+
+
+SMALL = json.loads((DATA / "small_products_h200.json").read_text())["rows"]
+
+
+def small_kernels(form):
+    """Predicted and measured microseconds of small products of a form, by dtype and sizes."""
+    found = defaultdict(list)
+    for kind, dtype, *sizes, config, us in SMALL:
+        if kind != form:
+            continue
+        contraction = contraction_of(*sizes, dtype=dtype)
+        if form == "simt":
+            seconds = simt_kernel._seconds(contraction, SimtConfig(*config), H200)
+        else:
+            seconds = runs_seconds(Shape(read_product(contraction), RunsConfig(*config)), H200)
+        found[dtype, *sizes].append((seconds * 1e6, us))
+    return found
+
+
+def test_a_warp_alone_on_cuda_cores_is_predicted_with_what_its_terms_take():
+    """Without, 256 x 96 x 1000 is predicted 10 us, which takes 23."""
+    found = small_kernels("simt")
+    long = [p / us for (_, *_, k), pairs in found.items() for p, us in pairs if k >= 200]
+    short = [p / us for (_, *_, k), pairs in found.items() for p, us in pairs if k < 200]
+    assert len(long) >= 25
+    assert 0.85 < statistics.median(long) < 1.1
+    assert 0.6 < min(long) < max(long) < 1.2
+    assert max(short) < 1.75
+
+
+def test_float32_of_few_tiles_and_many_terms_is_multiplied_in_parts():
+    """256 x 96 x 1000 takes 17.6 us so, 23 on CUDA cores; 40 x 512 x 512 takes 9.3, and 11.9."""
+    for sizes in ((256, 96, 1000), (40, 512, 512)):
+        assert form_chosen(*sizes, dtype=FLOAT) == "mma"
+
+
+def test_the_first_tiles_of_odd_products_as_runs_are_among_the_fastest():
+    losses = [
+        min(pairs)[1] / min(us for _, us in pairs) for pairs in small_kernels("runs").values()
+    ]
+    assert len(losses) == 11
+    assert statistics.median(losses) <= 1.01
+    assert sum(loss > 1.13 for loss in losses) <= 1  # 20000 x 96 x 90, tiles of 64 columns
 
 
 @pytest.mark.parametrize("name", policy_names())

@@ -21,13 +21,17 @@ BUSY_THREADS = 100
 READ_COST = 1.69
 LOAD_COST = 9.0
 OTHER_REGISTERS = 40
+# What a warp that is alone takes for a term, its reads and products one behind the other: a step
+# takes at least that for its terms, behind the latency of the L2. Of ten small products of float32
+# (H200, 2026-11-29, tests/data/small_products_h200.json) kernels of 200 terms and more take 0.88 to
+# 1.55 times what is predicted, 1.14 in the median; up to 2.7 times without.
+TERM_SECONDS = 7e-9
 # Of halves of odd sizes, of which 13 products were measured (H200, 2026-11-28,
 # tests/data/odd_sweep_h200.json): elements that a read of shared memory brings a thread, fewer of
-# which take as long; and what a warp that is alone takes for a term, its reads and products one
-# behind the other. A step takes at least that, behind the latency of the L2: 0.84 us of 16 terms
-# where one or two blocks are on a multiprocessor, 1.2 us of 32.
+# which take as long; and the same of a term: 0.84 us of 16 terms where one or two blocks are on a
+# multiprocessor, 1.2 us of 32.
 READ_ELEMENTS = 4
-TERM_SECONDS = 2.3e-8
+ODD_TERM_SECONDS = 2.3e-8
 # A multiprocessor's time for the epilogue of 128 x 128 elements while no other block multiplies.
 EPILOGUE_SECONDS = 1.14e-5
 # Estimate: start of a kernel.
@@ -76,8 +80,8 @@ def simt_seconds(
     terms += (config.block_m + config.block_n) * LOAD_COST
     rate = hw.fma_per_s_f32 / hw.num_sms * busy
     step = 2 * config.block_k * terms / rate + STEP_SECONDS / resident
-    if odd:
-        step = max(step, (hw.l2_latency_s + config.block_k * TERM_SECONDS) / resident)
+    waits = config.block_k * (ODD_TERM_SECONDS if odd else TERM_SECONDS)
+    step = max(step, (hw.l2_latency_s + waits) / resident)
     epilogue = config.block_m * config.block_n / 128**2 * EPILOGUE_SECONDS / resident
     body = turns * (steps / max(1, tiles) * step + epilogue) + operation_s
     return START_SECONDS + max(body, moved_bytes / hw.hbm_bytes_per_s)
