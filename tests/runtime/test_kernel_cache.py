@@ -13,12 +13,17 @@ from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.flow import kernel_cache
 from tvm_fusion.flow import plan_cache as cache_key
+from tvm_fusion.flow.functions import planned_function
 from tvm_fusion.flow.kernels_ahead import KernelsAhead
 from tvm_fusion.flow.planned import Planned
+from tvm_fusion.ir import weights
+from tvm_fusion.ir.weights import with_values
 from tvm_fusion.kernels import registry
 from tvm_fusion.kernels.pointwise.kernel_class import Pointwise
+from tvm_fusion.runtime.build.build import build
 from tvm_fusion.runtime.build.cuda_compiler import Compiler, DeviceCode
 from tvm_fusion.runtime.build.kernel_code import kernel_code
+from tvm_fusion.runtime.calls.launch_count import cuda_sources, launched_kernels
 from tvm_fusion.transform.apply import write_kernels
 from tvm_fusion.tuning.database.trial import Trial
 from tvm_fusion.tuning.session import lookup
@@ -30,11 +35,11 @@ TARGET, H200 = resolve_target("nvidia_h200")
 POLICY = load_policy({"probe": "off"})
 
 
-def module(rows: object = 64, weight: float = 0.5):
+def module(rows: object = 64, weight: float | np.ndarray = 0.5):
     """Two launches: a row kernel, and a product with an epilogue."""
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((rows, 256), "float16"))
-    w = relax.const(np.full((256, 128), weight, "float16"))
+    w = relax.const(np.broadcast_to(weight, (256, 128)).astype("float16"))
     with builder.function("main", [x]):
         with builder.dataflow():
             y = builder.emit(relax.op.nn.softmax(relax.op.exp(x)))
@@ -105,6 +110,23 @@ def test_what_is_kept_is_what_is_built_without_a_cache(written, monkeypatch):
     monkeypatch.setenv(kernel_cache.VARIABLE, "0")
     assert facts(built()) == kept
     assert len(written) == 4
+
+
+def test_a_module_of_known_kernels_is_built_again_with_its_weights(written, monkeypatch):
+    """As it is to be saved: its kernels were not written, by this process at least."""
+    monkeypatch.setattr(weights, "LEAST_ELEMENTS", 256)
+    mod = module(weight=np.random.default_rng(0).normal(size=(256, 128)))
+    first, again = (planned_function(mod, TARGET, POLICY).build().built for _ in range(2))
+    assert first.weights
+    assert len(written) == 2
+    for one in (first, again):
+        whole = one.complete()
+        assert whole is not one.executable
+        assert launched_kernels(whole.mod) == launched_kernels(one.executable.mod)
+        assert sorted(cuda_sources(whole.mod)) == sorted(first.cuda_sources)
+    kept = tvm.ir.load_json(tvm.ir.save_json(again.written()))
+    assert build(with_values(kept), TARGET).kernels == first.kernels
+    assert len(written) == 2
 
 
 @pytest.mark.parametrize(

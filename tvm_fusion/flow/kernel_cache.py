@@ -15,7 +15,6 @@ Files are never removed, and may be at any time: the folder can be deleted to ma
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Any
 
 import tvm
 from tvm import tirx
-from tvm_ffi.serialization import from_json_graph_str, to_json_graph_str
+from tvm_ffi.serialization import to_json_graph_str
 
 from ..config import HardwareProfile, Policy
 from ..config.digest import digest
@@ -32,7 +31,7 @@ from ..errors import InputError
 from ..host.atomic_files import replace_file
 from ..host.cache_folder import cache_dir, make_folder
 from ..kernels.gpu.ahead import asked
-from ..runtime.build.kernel_code import CudaUnit, KernelCode
+from ..runtime.build.kernel_code import KernelCode, code_of, code_text
 from .plan_cache import all_ours, surroundings
 
 VARIABLE = "TVM_FUSION_KERNEL_CACHE"
@@ -97,22 +96,6 @@ def keep_text(path: Path, text: str) -> None:
         replace_file(path, f"{_checksum(text)}\n{text}")
     except (OSError, InputError) as error:
         logger.warning("cannot keep the kernel %s: %s", path, error)
-
-
-def code_text(code: KernelCode) -> str:
-    """Code as text (JSON)."""
-    units = [
-        {"source": unit.source, "kernels": to_json_graph_str(unit.kernels)} for unit in code.units
-    ]
-    return json.dumps({"host": to_json_graph_str(code.host), "units": units})
-
-
-def code_of(text: str) -> KernelCode:
-    """The code that a text says."""
-    data = json.loads(text)
-    units = [(unit["source"], from_json_graph_str(unit["kernels"])) for unit in data["units"]]
-    found = tuple(CudaUnit(source, kernels) for source, kernels in units)
-    return KernelCode(from_json_graph_str(data["host"]), found)
 
 
 def _pass_options() -> list[Any]:

@@ -45,10 +45,10 @@ from ..host.no_torch import module_command
 from ..kernels.registry import families
 from ..runtime.build.cubin_cache import Compiling
 from ..runtime.build.cuda_compiler import cuda_arch
-from ..runtime.build.kernel_code import KernelCode, kernel_code
+from ..runtime.build.kernel_code import KernelCode, code_of, code_text, kernel_code
 from ..runtime.build.lowering import is_tirx
 from ..transform.apply.write_kernels import KernelWriter, named
-from .kernel_cache import KernelCache, code_of, code_text, keep_text
+from .kernel_cache import KernelCache, keep_text
 
 VARIABLE = "TVM_FUSION_WRITERS"
 """How many processes, in place of what `_count` takes for right."""

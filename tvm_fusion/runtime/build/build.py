@@ -40,14 +40,17 @@ from .destinations import AddDestinations, Destinations
 from .early_launches import Calls, LaunchTimes
 from .join_writes import JOINED_ATTR
 from .kernel_code import (
+    CODE_ATTR,
     CudaUnit,
     KernelBuildError,
     KernelCode,
     attempt,
+    code_of,
     cuda_units,
     finalized,
     host_of,
     lowered_parts,
+    with_codes,
 )
 from .lowering import SCHEDULED_ATTR, ScheduleLeftovers, lowering_pipeline, mixed_tir_pipeline
 from .plain_schedule import PLAIN_ATTR
@@ -114,7 +117,7 @@ class Built:
     entries : tuple of str
         The functions of the executable that can be called.
     written : callable or None
-        Gives the module that was built.
+        Gives the module that was built, with the code of what is known of its kernels.
     device : tvm.runtime.Device
         That it runs on: the one of its target (`config.targets.device_of`) when it was made.
     """
@@ -254,11 +257,12 @@ def build_entries(
         executable = link(builder, target, library, lowered.attrs)
     launched = launched_kernels(executable.mod)
     _refuse_host_loops(executable, launched, functions)
+    known = ahead.codes if ahead else {}
     common = {
         "executable": executable,
         "target": target,
         "entries": tuple(entries),
-        "written": lambda: mod,
+        "written": lambda: with_codes(mod, known),
         "weights": values,
         "kernels": {name: tuple(found) for name, found in launched.items()},
         "cuda_sources": cuda_sources(executable.mod),
@@ -348,6 +352,8 @@ def _build_tir(
     for gvar, func in mod.functions_items():
         if gvar.name_hint in codes_ahead:
             known.append(codes_ahead[gvar.name_hint])
+        elif CODE_ATTR in (func.attrs or {}):
+            known.append(code_of(func.attrs[CODE_ATTR]))
         else:
             rest[gvar] = func
     early = [gvar.name_hint for gvar, func in rest.items() if calls and is_to_be_early(func)]

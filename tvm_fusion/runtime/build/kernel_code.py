@@ -6,6 +6,7 @@ A kernel without its body is all that TVM needs to make a device module of a sou
 that are known: the names, parameters and launch parameters of its functions.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,17 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir import Call, Var
 from tvm.tirx.build import codegen_build, split_host_device_mods
+from tvm_ffi.serialization import from_json_graph_str, to_json_graph_str
 
 from ...errors import BuildError
 from ...kernels.gpu.ahead import is_to_be_early
+from ...transform.functions.functions import with_functions
 from . import cubin_cache
 from .early_launches import DYNAMIC_SMEM, LAUNCH, launched_early
 from .lowering import mixed_tir_pipeline, without_entry
 
+CODE_ATTR = "tvm_fusion.code"
+"""Of a PrimFunc: its `KernelCode` as text, in place of its body."""
 _DEVICE_KERNEL = 2  # tvm::CallingConv::kDeviceKernelLaunch
 _CPP_WORDS = (
     "alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t "
@@ -96,6 +101,34 @@ class KernelCode:
 
     host: tvm.IRModule
     units: tuple[CudaUnit, ...]
+
+
+def code_text(code: KernelCode) -> str:
+    """Code as text (JSON)."""
+    units = [
+        {"source": unit.source, "kernels": to_json_graph_str(unit.kernels)} for unit in code.units
+    ]
+    return json.dumps({"host": to_json_graph_str(code.host), "units": units})
+
+
+def code_of(text: str) -> KernelCode:
+    """The code that a text says."""
+    data = json.loads(text)
+    units = [(unit["source"], from_json_graph_str(unit["kernels"])) for unit in data["units"]]
+    found = tuple(CudaUnit(source, kernels) for source, kernels in units)
+    return KernelCode(from_json_graph_str(data["host"]), found)
+
+
+def with_codes(mod: tvm.IRModule, codes: Mapping[str, KernelCode]) -> tvm.IRModule:
+    """A module whose PrimFuncs of these names hold their code: it can be built again by itself,
+    where others hold a kernel whose code was known as a declaration.
+    """
+    functions = dict(mod.functions_items())
+    for gvar in functions:
+        code = codes.get(gvar.name_hint)
+        if code is not None:
+            functions[gvar] = functions[gvar].with_attr(CODE_ATTR, code_text(code))
+    return with_functions(mod, functions)
 
 
 def kernel_code(
