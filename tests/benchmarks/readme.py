@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .compile_time.suite import INDUCTOR
 from .record import OURS
 
 _BLOCK = re.compile(r"(<!-- from (\S+(?: \S+)*) -->\n).*?(<!-- end -->)", re.S)
@@ -212,6 +213,39 @@ def calls(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", _means(rows)])
 
 
+def compiling(result: dict[str, Any]) -> str:
+    """Return the result of `tests.benchmarks.compile_time` as a table, and its means."""
+    stages = ("cold", "warm")
+    columns = [(who, stage) for stage in stages for who in (OURS, INDUCTOR)]
+    heads = [f"{who}, {stage}" for who, stage in columns]
+    lines = [
+        f"{result['device']}, {result['date']}, seconds of the first call "
+        f"({_versions(result, ['tvm_fusion', 'torch'])}); `{_command(result)}`:",
+        "",
+        f"| | {' | '.join(heads)} | cold, ours / inductor's | host memory, MiB |",
+        "|---" * (len(columns) + 3) + "|",
+    ]
+    ratios: dict[str, list[float]] = {stage: [] for stage in stages}
+    for row in result["rows"]:
+        found = {column: (row[column[0]].get(column[1]) or {}).get("first_s") for column in columns}
+        for stage in stages:
+            ours, theirs = found[OURS, stage], found[INDUCTOR, stage]
+            if ours and theirs:
+                ratios[stage].append(ours / theirs)
+        ours, theirs = found[OURS, "cold"], found[INDUCTOR, "cold"]
+        name = f"{row['name']} ({row['date']})" if "date" in row else row["name"]
+        cells = [name, *("-" if s is None else f"{s:.1f}" for s in found.values())]
+        cells += [_ratio(ours / theirs if ours and theirs else None)]
+        lines.append(f"| {' | '.join(cells)} | {row[OURS]['cold']['host_mib']:.0f} |")
+    means = (
+        f"{stage} {statistics.geometric_mean(each):.2f} ({len(each)} models, "
+        f"{max(each):.2f} at most)"
+        for stage, each in ratios.items()
+        if each
+    )
+    return "\n".join([*lines, "", f"Ours / inductor's, geometric mean: {', '.join(means)}."])
+
+
 OF_OURS = {
     "our kernels": "kernel_us",
     "launches": "launches",
@@ -224,7 +258,12 @@ def _told(value: float | None, name: str) -> str:
     return "-" if value is None else format(value, _FORMATS.get(name, ".0%"))
 
 
-OF_SUITES = {"symbolic": symbolic, "tensor_parallel": calls, "real_models": calls}
+OF_SUITES = {
+    "symbolic": symbolic,
+    "tensor_parallel": calls,
+    "real_models": calls,
+    "compile_time": compiling,
+}
 
 
 def _threads(result: dict[str, Any]) -> str:

@@ -142,6 +142,22 @@ def test_symbolic_programs_show_all_their_sizes_and_the_means_of_all_programs(tm
     assert "2.45x as long, 1.50x at least." in made
 
 
+def test_compiling_has_a_line_for_each_model_and_means_of_what_both_have(tmp_path):
+    both = {"cold": {"first_s": 4.0, "host_mib": 300.2}, "warm": {"first_s": 1.0, "host_mib": 9.0}}
+    cold = {"cold": {"first_s": 8.0, "host_mib": 200.0}}
+    rows = [
+        {"name": "gpt2", "tvm_fusion": both, "inductor": both},
+        {"name": "bert", "date": "2026-11-01", "tvm_fusion": both, "inductor": cold},
+        {"name": "net", "tvm_fusion": both, "inductor": {"cold": None}},
+    ]
+    (tmp_path / "a.json").write_text(json.dumps(result_of(*rows) | {"suite": "compile_time"}))
+    made = filled("<!-- from a.json -->\n<!-- end -->\n", tmp_path)
+    assert "| gpt2 | 4.0 | 4.0 | 1.0 | 1.0 | 1.00x | 300 |" in made
+    assert "| bert (2026-11-01) | 4.0 | 8.0 | 1.0 | - | 0.50x | 300 |" in made
+    assert "| net | 4.0 | - | 1.0 | - | - | 300 |" in made
+    assert "cold 0.71 (2 models, 1.00 at most), warm 1.00 (1 models, 1.00 at most)." in made
+
+
 @pytest.mark.parametrize(
     ("name", "result"),
     [("README.md", "gemm.json"), ("tutorials/pages/figures.md", "cpu.json -->")],

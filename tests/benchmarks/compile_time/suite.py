@@ -67,6 +67,7 @@ def measure(
     """
     on_gpu = is_gpu(device, "compile for")
     result = header("", on_gpu, scale, 1)
+    result["suite"] = "compile_time"
     result["method"] = (
         "seconds from the first call to its synchronised result, in a process of its own: with "
         "empty caches (cold), then with those that this left (warm)"
