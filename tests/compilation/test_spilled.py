@@ -36,16 +36,16 @@ def spills(made, count):
 
 @pytest.fixture
 def ptxas(monkeypatch):
-    """Says that the first configurations that are compiled spill so much, and counts all."""
-    asked, real = [], spilled.ptxas_resources
+    """Says that the first configurations that are judged spill so much, and counts all."""
+    asked, real = [], spilled.resources_of
 
     def pretend(*bytes_of_first):
-        def told(source, arch):
+        def told(code):
             count = bytes_of_first[len(asked)] if len(asked) < len(bytes_of_first) else 0
-            asked.append(source)
-            return tuple(replace(k, spill_bytes=count) for k in real(source, arch))
+            asked.append(code)
+            return tuple(replace(k, spill_bytes=count) for k in real(code))
 
-        monkeypatch.setattr(spilled, "ptxas_resources", told)
+        monkeypatch.setattr(spilled, "resources_of", told)
         return asked
 
     return pretend

@@ -7,9 +7,10 @@ from local memory:
     predicted + bytes that a thread spills x threads / rate
 
 Where others of another number of threads, which is what limits registers, are predicted to take
-less than that, at most two of them are compiled, and the one that takes least with its own spills
-is built instead, if that is worth it; the functions of a module are built together once more. What
-does not spill stays as it was built. Instructions within loops are counted once.
+less than that, at most two of them are compiled, side by side with those of other kernels, and the
+one that takes least with its own spills is built instead, if that is worth it; the functions of a
+module are built together once more. What does not spill stays as it was built. Instructions within
+loops are counted once.
 
 Does not handle (left alone): symbolic launches, kernels with versions by range, classes that rank
 no configurations, kernels that tuning chose, other plans.
@@ -19,7 +20,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import chain, islice, takewhile
 from typing import Any
 
 from tvm import tirx
@@ -29,9 +32,10 @@ from ..errors import BuildError, Unsupported
 from ..flow.planned import BuiltPlan, Planned
 from ..kernels.cpu.contraction.panels import without_constants
 from ..plan.plan import UNWRITTEN, FusionPlan
-from ..runtime.build.cuda_compiler import cuda_arch
-from ..runtime.build.kernel_code import kernel_sources
-from ..runtime.build.resources import ptxas_resources
+from ..runtime.build.cubin_cache import Compiling
+from ..runtime.build.cuda_compiler import DeviceCode, cuda_arch
+from ..runtime.build.kernel_code import KernelSource, kernel_sources
+from ..runtime.build.resources import resources_of
 from ..runtime.build.version_names import versions_among
 from ..transform.apply.write_kernels import Tuned, write_kernel
 from ..tuning.session.choices import ranked_configs, text_of
@@ -64,11 +68,16 @@ def with_less_spilled(made: BuiltPlan) -> BuiltPlan:
 def planned_with_less_spilled(made: BuiltPlan) -> Planned:
     """The plan with these configurations; itself where there are none."""
     planned, chosen = made.planned, Instead(made.planned.tuned)
-    for func, class_name in _spilling(made):
-        first, *others = _judged(func, class_name, planned) or [None]
-        best = min(others, key=lambda one: one.us, default=first)
-        if best is not None and best.us < WORTH * first.us:
-            chosen.take(func, class_name, planned.policy, first, best)
+    spilling = list(_spilling(made))
+    if not spilling:
+        return planned
+    with Compiling(cuda_arch(planned.target)) as compiling:
+        offers = [_offered(*one, planned, compiling) for one in spilling]  # of all, nvcc begins
+        for (func, class_name), offered in zip(spilling, offers, strict=True):
+            first, *others = _judged(offered, planned.hw) or [None]
+            best = min(others, key=lambda one: one.us, default=first)
+            if best is not None and best.us < WORTH * first.us:
+                chosen.take(func, class_name, planned.policy, first, best)
     if not chosen.taken:
         return planned
     logger.info("%d kernels spill and are built in other configurations", len(chosen.taken))
@@ -90,48 +99,78 @@ def _spilling(made: BuiltPlan) -> Iterator[tuple[tirx.PrimFunc, str]]:
             yield func, group.kernel_class
 
 
-def _judged(func: tirx.PrimFunc, class_name: str, planned: Planned) -> list[Judged]:
-    """The first configuration of a class, and those that may take less; empty where spills of the
-    first cannot be told.
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A configuration, its predicted time, and the sources of its kernels, which nvcc compiles; no
+    sources where it cannot be written, or it depends on a symbolic size how many threads there are.
+    """
+
+    config: Any
+    us: float
+    sources: tuple[KernelSource, ...]
+    codes: tuple[Future[DeviceCode | BuildError], ...]
+
+    def judged(self, hw: HardwareProfile) -> Judged | None:
+        """As ptxas makes it; None where it does not compile."""
+        codes = [code.result() for code in self.codes]
+        if not codes or any(isinstance(code, BuildError) for code in codes):
+            return None
+        told = [(s, k) for s, c in zip(self.sources, codes, strict=True) for k in resources_of(c)]
+        spilled = sum(k.spill_bytes * s.threads * s.blocks for s, k in told)
+        worst = max(k.spill_bytes for _, k in told)
+        return Judged(self.config, self.us + spilled / hw.spill_bytes_per_s * 1e6, worst)
+
+
+def _offered(
+    func: tirx.PrimFunc, class_name: str, planned: Planned, compiling: Compiling
+) -> Iterator[_Offer]:
+    """The configurations of a class, in its order; nvcc begins with those that are judged in any
+    case at once, with each other when it is asked for.
     """
     try:
         ranked = ranked_configs(without_constants(func), class_name, planned.hw, planned.policy)
     except Unsupported:
-        return []
+        return iter(())
+    known = takewhile(lambda one: one[0] is not None and one[1] is not None, ranked)
+    offers = (_begun(func, class_name, planned, us, config, compiling) for us, config in known)
+    return chain(list(islice(offers, 1 + MOST_OTHERS)), offers)
+
+
+def _begun(
+    func: tirx.PrimFunc,
+    class_name: str,
+    planned: Planned,
+    us: float,
+    config: Any,
+    compiling: Compiling,
+) -> _Offer:
+    try:
+        kernel = write_kernel(
+            without_constants(func), class_name, planned.hw, planned.policy, config
+        )
+        sources = kernel_sources(kernel, planned.target)
+    except (Unsupported, BuildError):
+        sources = ()
+    if not all(s.threads and s.blocks for s in sources):
+        sources = ()
+    return _Offer(config, us, sources, tuple(compiling.begin(s.source) for s in sources))
+
+
+def _judged(offered: Iterator[_Offer], hw: HardwareProfile) -> list[Judged]:
+    """The first configuration of a class, and those that may take less; empty where spills of the
+    first cannot be told.
+    """
     found: list[Judged] = []
-    for us, config in ranked:
-        if (
-            us is None
-            or config is None
-            or len(found) > MOST_OTHERS
-            or (found and us >= found[0].us)
-        ):
+    for offer in offered:
+        if found and offer.us >= found[0].us:
             break
-        one = _compiled(func, class_name, planned, us, config)
+        one = offer.judged(hw)
         if one is None and not found:
             return []
         found += [] if one is None else [one]
+        if len(found) > MOST_OTHERS:
+            break
     return found
-
-
-def _compiled(
-    func: tirx.PrimFunc, class_name: str, planned: Planned, us: float, config: Any
-) -> Judged | None:
-    """A configuration as ptxas makes it; None where it cannot be written or compiled, or it depends
-    on a symbolic size how many threads there are.
-    """
-    hw, target = planned.hw, planned.target
-    try:
-        kernel = write_kernel(without_constants(func), class_name, hw, planned.policy, config)
-        sources = kernel_sources(kernel, target)
-        told = [(s, k) for s in sources for k in ptxas_resources(s.source, cuda_arch(target))]
-    except (Unsupported, BuildError):
-        return None
-    if not all(s.threads and s.blocks for s in sources):
-        return None
-    spilled = sum(k.spill_bytes * s.threads * s.blocks for s, k in told)
-    worst = max(k.spill_bytes for _, k in told)
-    return Judged(config, us + spilled / hw.spill_bytes_per_s * 1e6, worst)
 
 
 class Instead:
