@@ -152,6 +152,35 @@ def test_rows_that_lie_far_apart_are_refused():
         product_ranked(contraction, H200)
 
 
+def reversed_case(side, terms):
+    def emit(bb, *given):
+        x, w = (bb.emit(op.flip(v, 0)) if i == side else v for i, v in enumerate(given))
+        return op.matmul(x, bb.emit(op.permute_dims(w)))
+
+    return analyze_contraction(fuse(emit, ((40, terms), "float16"), ((24, terms), "float16")))
+
+
+@pytest.mark.parametrize("terms", [91, 64])
+def test_rows_in_reverse_are_refused(terms):
+    with pytest.raises(Unsupported, match=r"lie close|no runs"):
+        product_ranked(reversed_case(0, terms), H200)
+
+
+@pytest.mark.parametrize("terms", [91, 64])
+def test_weights_in_reverse_are_not_copied(terms):
+    contraction = reversed_case(1, terms)
+    if terms == 64:  # rows are whole pieces: weights come in one by one
+        kernel = lower(emit_product(contraction, H200, RunsConfig(64, 32, 32, 16, 64)))
+        rng = np.random.default_rng(0)
+        x, w = (rng.standard_normal((n, terms)).astype("float16") for n in (40, 24))
+        got = poisoned((40, 24), "float16")
+        assert run_cuda_on_cpu(kernel, [x, w, got], seed=1) == 1
+        wanted = x.astype("float64") @ w[::-1].T.astype("float64")
+        assert np.abs(got - wanted).max() <= 2e-3 * np.abs(wanted).max()
+    else:
+        assert read_product(contraction).weight_step == 0
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_has_no_runs_is_refused(kind):
     thin, why = REFUSED[kind]

@@ -275,7 +275,8 @@ def read_product(contraction: Contraction) -> Runs:
     )
     if found.apart and segment.N > MOST_COLUMNS:
         raise Unsupported(f"{product.K} terms of {segment.N} columns")
-    if not found.apart and not (found.is_plain and pitch < 2 * product.K):
+    is_close = found.is_plain and product.K <= pitch < 2 * product.K
+    if not found.apart and not is_close:
         raise Unsupported("rows that neither are whole pieces of 16 bytes nor lie close together")
     return found
 
@@ -291,5 +292,6 @@ def _weights(contraction: Contraction, product: Product, segment: Segment) -> tu
         return 0, 0
     step = access.inner("n").stride if segment.N > 1 else product.K
     apart = step % OCTET == product.K % OCTET == 0
-    copied = access.base % OCTET == 0 and (apart or step < 2 * product.K)
+    close = step >= product.K and (apart or step < 2 * product.K)
+    copied = access.base % OCTET == 0 and close
     return (access.base, step) if copied else (0, 0)
