@@ -148,9 +148,9 @@ def test_where_a_few_layers_do_not_tell_the_whole_decides(exact, decided, monkey
 def test_few_layers_and_the_whole_are_solved_once(monkeypatch):
     sizes, solve = [], search._improved
 
-    def counted(evaluator):
+    def counted(evaluator, first):
         sizes.append(len(evaluator.graph.ops))
-        return solve(evaluator)
+        return solve(evaluator, first)
 
     monkeypatch.setattr(search, "_improved", counted)
     monkeypatch.setattr(structure, "_RECENT", deque(maxlen=4))
