@@ -94,15 +94,15 @@ def test_each_form_computes_images_of_any_size(kind):
 
 
 @pytest.mark.parametrize(
-    "conv",
+    ("conv", "most"),
     [
-        last((70,), (3,), 64, 24, batch=1, epilogue="residual", any_size=True),
-        last((5, 7), (3, 3), 64, 24, batch=1, any_batch=True),
+        (last((70,), (3,), 64, 24, batch=1, epilogue="residual", any_size=True), 65_536),
+        (last((5, 7), (3, 3), 64, 24, batch=1, any_batch=True), 2048),
     ],
     ids=["length", "images"],
 )
-def test_each_range_of_a_size_is_right_at_its_edges(conv, monkeypatch):
-    monkeypatch.setattr(forms, "EXTENTS", (3, 2048))
+def test_each_range_of_a_size_is_right_at_its_edges(conv, most, monkeypatch):
+    monkeypatch.setattr(forms, "EXTENTS", (3, most))
     kernel = write_kernel(conv.func().with_attr(OUTPUTS_ATTR, 1), "convolution", H200, POLICY)
     assert [*map(int, kernel.attrs[VERSIONS_ATTR])] == [3]
     lowered = lower(kernel)
